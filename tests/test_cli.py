@@ -15,7 +15,8 @@ from gradwire import __version__, cli
 from gradwire.base.errors import BadInput, CheckFailed, GradwireError, RunFault, Stopped
 from gradwire.base.failures import RANK_FAILURES, reason, refuse_again
 from gradwire.base.strict import Strict
-from gradwire.bench.verbs import Command, Verb
+from gradwire.bench.command import Command
+from gradwire.bench.verbs import Verb
 
 
 class Options(Strict):

@@ -18,8 +18,8 @@ from gradwire.base.flags import Number, output_file, output_folder
 from gradwire.base.rank_env import LOCAL_WORLD_SIZE, rank_options, ranks_here
 from gradwire.base.strict import checked
 from gradwire.bench import config
+from gradwire.bench.command import parser_of
 from gradwire.bench.launch import leases
-from gradwire.bench.verbs import parser_of
 from gradwire.comm.communication import Communication
 from gradwire.comm.compressors import registry
 from gradwire.comm.compressors.reduction import ReducerOptions

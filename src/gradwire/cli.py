@@ -15,7 +15,8 @@ from gradwire.base.errors import BAD_INPUT, DONE, FAULT
 from gradwire.base.extras import missing
 from gradwire.base.failures import exit_code, reason, report_rank_failure, unexpected, where
 from gradwire.base.flags import check_words
-from gradwire.bench.verbs import VERBS, Command, verb_of
+from gradwire.bench.command import Command, verb_of
+from gradwire.bench.verbs import VERBS
 
 
 def main(words: Sequence[str]) -> int:

@@ -15,7 +15,7 @@ from gradwire.base.errors import BadInput
 from gradwire.base.files import read_yaml
 from gradwire.base.flags import NATURAL, RANKS, output_folder
 from gradwire.base.strict import Strict, checked, to_flags
-from gradwire.bench.verbs import Command
+from gradwire.bench.command import Command
 
 
 class Options(Strict):

@@ -15,6 +15,7 @@ from gradwire import cli
 from gradwire.base.errors import BadInput
 from gradwire.base.strict import add_flags, from_flags, to_flags
 from gradwire.bench import grads_run
+from gradwire.bench.command import parser_of
 from gradwire.bench.config import (
     Cell,
     Dataset,
@@ -27,7 +28,6 @@ from gradwire.bench.config import (
     json_schema,
     read,
 )
-from gradwire.bench.verbs import parser_of
 from gradwire.comm.communication import Communication
 from gradwire.comm.compressors import build
 from gradwire.comm.compressors.reduction import ENCODINGS, ParamCompress, Schedule

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from gradwire import cli
 from gradwire.base.errors import BadInput
+from gradwire.bench.command import Command
 from gradwire.bench.config import Run, Training
 from gradwire.bench.report.rows.runs import result
 from gradwire.bench.training import build, results, totals, train
@@ -21,7 +22,6 @@ from gradwire.bench.training import loop as training_loop
 from gradwire.bench.training import settings as run_settings
 from gradwire.bench.training.environment import same_machine
 from gradwire.bench.training.step import Preemption
-from gradwire.bench.verbs import Command
 from gradwire.comm.collectives.world import World
 from gradwire.comm.parallel.buckets import FEWEST
 from gradwire.comm.topology import STRATEGIES

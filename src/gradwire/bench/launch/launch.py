@@ -17,10 +17,10 @@ from gradwire.base.flags import NATURAL, PORT, RANKS, Positional
 from gradwire.base.rank_env import LOCAL_WORLD_SIZE
 from gradwire.base.strict import Strict
 from gradwire.base.units import UNSHAPED
+from gradwire.bench.command import Command
 from gradwire.bench.launch import leases, links, nodes
 from gradwire.bench.launch.fork import Template
 from gradwire.bench.launch.ranks import FORK, check_address, environment, rank_variables, start
-from gradwire.bench.verbs import Command
 from gradwire.comm.topology import between_islands, check_topology, link_rate
 
 RANK = (sys.executable, "-m", "gradwire")  # command line of `gradwire` in a rank

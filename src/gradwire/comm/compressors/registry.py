@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from gradwire.base.errors import BadInput, unknown
 from gradwire.base.plugins import Plugins
+from gradwire.comm.compressors.methods import FAMILIES
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
@@ -25,13 +26,6 @@ COMPRESSORS = Plugins("compressor", "gradwire.comm.compressors.methods", "gradwi
 ALIASES = {"nc": "natural", "thresholdv": "threshold", "1bit": "onebit"}
 LAST = "entropy"  # ends any chain
 HERE = Path(__file__).parent
-FAMILIES = {
-    **dict.fromkeys(("bf16", "fp16"), "casts"),
-    **dict.fromkeys(("int8", "fp8", "qsgd", "terngrad", "natural"), "quantizers"),
-    **dict.fromkeys(("signsgd", "onebit"), "signs"),
-    **dict.fromkeys(("topk", "threshold", "randomk"), "sparse"),
-}
-"""The module of a method's fused forms, where it is not the method's name."""
 
 
 def available() -> list[str]:

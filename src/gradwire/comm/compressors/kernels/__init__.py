@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gradwire.base.errors import BadInput
-from gradwire.comm.compressors.registry import FAMILIES
+from gradwire.comm.compressors.methods import FAMILIES
 from gradwire.comm.compressors.segments import Segment, Segments
 
 OLDEST = (8, 0)  # compute capability that Triton compiles for

@@ -1,1 +1,9 @@
 """One file per compressor, named as the compressor; the registry finds them by listing this folder."""
+
+FAMILIES = {
+    **dict.fromkeys(("bf16", "fp16"), "casts"),
+    **dict.fromkeys(("int8", "fp8", "qsgd", "terngrad", "natural"), "quantizers"),
+    **dict.fromkeys(("signsgd", "onebit"), "signs"),
+    **dict.fromkeys(("topk", "threshold", "randomk"), "sparse"),
+}
+"""The module of a method's fused forms, where it is not the method's name."""
