@@ -213,6 +213,17 @@ class ParameterGroup:
         return (shape[0] * ranks, *shape[1:dim], shape[dim] // ranks, *shape[dim + 1 :])
 
     @property
+    def split(self) -> bool:
+        """Whether tensor or expert parallelism splits a parameter."""
+        return any(member.is_dtensor for member in self._members.values())
+
+    @property
+    def gathered_type(self) -> torch.dtype | None:
+        """The type that parameters are converted to before they are gathered; None: their own."""
+        types = (member.mp_policy.param_dtype for member in self._members.values())
+        return next((kind for kind in types if kind is not None), None)
+
+    @property
     def shards(self) -> dist.ProcessGroup | None:
         """The ranks that hold the parameters in shards; None if each rank has them whole, as under `replicate`."""
         return getattr(self._group.mesh_info, "shard_process_group", None)
@@ -328,7 +339,7 @@ def parameter_groups(model: nn.Module, names: Mapping[int, str]) -> list[Paramet
     """
     from torch.distributed.fsdp import FSDPModule
 
-    groups = []
+    groups: dict[int, ParameterGroup] = {}  # modules that were sharded in one call have one
     try:
         for module in model.modules():
             if not isinstance(module, FSDPModule):
@@ -339,10 +350,10 @@ def parameter_groups(model: nn.Module, names: Mapping[int, str]) -> list[Paramet
             ):
                 members = {} if group is None else {names[id(held(member))]: member for member in group.fsdp_params}
                 if members:
-                    groups.append(ParameterGroup(module, group, members))
+                    groups.setdefault(id(group), ParameterGroup(module, group, members))
     except AttributeError as error:
         raise BadInput(f"strategy fsdp2 does not support this version of torch ({error}).") from error
-    return groups
+    return [*groups.values()]
 
 
 def held(member: Any) -> nn.Parameter:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
@@ -123,6 +123,13 @@ def tensor_ddp(world: int) -> tuple[nn.Module, int]:
     return DistributedDataParallel(model, process_group=mesh.get_group("dp")), mesh["dp"].get_local_rank()
 
 
+def together(world: int) -> tuple[nn.Module, int]:
+    """Two modules that one call shards as one group."""
+    mesh, model = mesh_of(world, names="dp"), net()
+    fully_shard([model.blocks[1], model.head], mesh=mesh)
+    return fully_shard(model, mesh=mesh), dist.get_rank()
+
+
 def replicated(world: int) -> tuple[nn.Module, int]:
     mesh = mesh_of(world, names="replicas")
     model = net()
@@ -157,6 +164,7 @@ STACKS = {
     "tp x ddp": tensor_ddp,
     "replicate": replicated,
     "columns": columns,
+    "together": together,
     "experts": experts,
 }
 
@@ -178,6 +186,7 @@ CASES = {
     "int8": {"compressor": "int8"},
     "topk": {"compressor": {"method": "topk", "density": 0.25}, "error_feedback": True},
     "int4 and int4-diff": {"compressor": {"method": "int8", "num_bits": 4}, "parameters": "int4-diff"},
+    "qsgd": {"compressor": "qsgd", "error_feedback": True},
     "int8 inside": {"compressor": "onebit", "inside": "int8", "error_feedback": True},
 }
 
@@ -237,6 +246,16 @@ GATHERING = [stack for stack in STACKS if stack not in ("tp x ddp", "replicate",
 def test_a_codec_changes_gradients_by_its_error(world, case, bound, stack):
     relative = deviations(world, stack, case, 4)
     assert 1e-5 < min(relative) <= max(relative) < bound
+
+
+@pytest.mark.parametrize("stack", ["tp x fsdp", "tp x hsdp", "tp x ddp"])
+def test_peers_of_tensor_parallelism_round_alike(world, stack):
+    """Norms are not split: each peer has one, and a codec with random numbers must keep them equal."""
+    ends = [end for _, end, _ in world(4).run(trained, stack, "qsgd")]
+    norms = [name for name in ends[0] if ".norm." in name]
+    assert norms
+    for end in ends[1:]:
+        assert all(torch.equal(end[name], ends[0][name]) for name in norms)
 
 
 def resumed(rank, world, group, stack, case):
@@ -335,7 +354,15 @@ def refusals(rank, world, group):
         model, _ = STACKS[stack](world)
         gradwire.DiLoCo(torch.optim.SGD(model.parameters(), lr=0.1), model, sync_every=2)
 
+    def narrow():
+        model = sharded(net(), mesh_of(world, names="dp"), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+        gradwire.compress_gradients(model, "int8", parameters="int8")
+
     calls = {
+        "rows of tensor parallelism": lambda: gradwire.compress_gradients(
+            tensor_fsdp(world)[0], "int8", granularity="row"
+        ),
+        "narrow parameters": narrow,
         "inside without islands": lambda: compressed(hsdp(world, 1)[0], "int8 inside"),
         "inside of DDP": lambda: compressed(DistributedDataParallel(net()), "int8 inside"),
         "no all-reduce": no_all_reduce,
@@ -356,6 +383,8 @@ def test_refusals_name_the_dimension(world):
     parts = {
         "inside without islands": "inside is the compressor inside islands of ranks, and the model has none: omit it",
         "inside of DDP": "inside is the compressor inside islands",
+        "rows of tensor parallelism": "granularity row encodes all parameters of a rank together",
+        "narrow parameters": "MixedPrecisionPolicy converts",
         "no all-reduce": "accumulate with set_requires_gradient_sync(False)",
         "a user's all-reduce": "has an all-reduce hook already",
         "local updates, tp": "no tensor or expert parallelism",

@@ -38,17 +38,19 @@ class Codec:
         options: The reducer's.
         counts: Counters of `comm.collectives.meter.Traffic`.
         seed: Of the generators.
-        rank: This rank.
+        rank: This rank, to which its state belongs.
+        draws: The number of this rank in the seeds of its generators.
     """
 
     def __init__(
-        self, schedule: Schedule, options: ReducerOptions, *, counts: Counter[str], seed: int, rank: int
+        self, schedule: Schedule, options: ReducerOptions, *, counts: Counter[str], seed: int, rank: int, draws: int
     ) -> None:
         self.schedule = schedule
         self.options = options
         self.counts = counts
         self.seed = seed
         self.rank = rank
+        self.draws = draws
         self.step = 0  # optimizer steps finished
         self.began = 0  # of them, those before anything was kept
         self.plain = False  # for now everything travels as float32, after the first steps too
@@ -321,7 +323,7 @@ class Codec:
             if key in self._restored:
                 generator.set_state(self._restored.pop(key))
             else:
-                words = f"{self.seed}/{self.rank}/{phase}/{name}".encode()
+                words = f"{self.seed}/{self.draws}/{phase}/{name}".encode()
                 generator.manual_seed(int.from_bytes(hashlib.sha256(words).digest()[:8], "little"))
             self._generators[key] = generator
         return self._generators[key]

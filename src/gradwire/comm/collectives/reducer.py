@@ -114,6 +114,8 @@ class Reducer:
         compressor: What encodes a piece: a compressor, its name, or a mapping of its ``method`` and options.
         group: The ranks; None is the default group.
         seed: Of the codecs' generators. Each parameter, phase and rank draws from a separate generator.
+        draws: The number of this rank in their seeds; None is its number among all ranks. Ranks with the same part of a
+            model, as of a layer that tensor parallelism does not split, must draw alike.
         options: The fields of `ReducerOptions`, such as ``error_feedback=True``.
 
     Attributes:
@@ -126,7 +128,9 @@ class Reducer:
     """
 
     @takes_options
-    def __init__(self, compressor: Given, group: ops.Group = None, *, seed: int = 0, **options: Any) -> None:
+    def __init__(
+        self, compressor: Given, group: ops.Group = None, *, seed: int = 0, draws: int | None = None, **options: Any
+    ) -> None:
         check_initialized("a Reducer")
         schedule, checked = check_options(compressor, **options)
         self.compressor = schedule.at(0)
@@ -145,7 +149,14 @@ class Reducer:
         kept_for = {**dict(checked), "compressor": schedule, "seed": seed}
         self._options = {name: repr(value) for name, value in kept_for.items() if name not in (*FREE, "schedule")}
         self._traffic = Traffic(self.meter)
-        self.codec = Codec(schedule, checked, counts=self._traffic.counts, seed=seed, rank=dist.get_rank())
+        self.codec = Codec(
+            schedule,
+            checked,
+            counts=self._traffic.counts,
+            seed=seed,
+            rank=dist.get_rank(),
+            draws=dist.get_rank() if draws is None else draws,
+        )
         self._ranks = Ranks(group, self.world, self.rank, self.meter)
         self._queue: ReductionQueue | None = None  # from the first reduction on
         self._kept: list[Reduced] | None = None  # of a `keeping` that has not ended

@@ -23,7 +23,7 @@ from gradwire.comm.compressors.reduction import encoding_of
 from gradwire.comm.parallel.checks import Completeness
 from gradwire.comm.parallel.mesh import local
 from gradwire.comm.parallel.names import COMPILED, named_parameters
-from gradwire.comm.parallel.strategies.fsdp2 import compress_parameters, groups_of
+from gradwire.comm.parallel.strategies.fsdp2 import check_gathered, compress_parameters, groups_of
 from gradwire.comm.parallel.strategy import in_backward
 from gradwire.comm.parallel.wrap import hook, wrapper_of
 from gradwire.comm.torch_internals import ParameterGroup, allocating, has_step_hooks, timeout_of, version_of
@@ -87,6 +87,8 @@ def compress_gradients(
         raise BadInput(f"parameters is {parameters!r}, but DistributedDataParallel sends none: omit it.")
     if encoding is not None and encoding.differences and not optimizers:
         raise BadInput(f"parameters is {parameters!r}, which sends what an optimizer changed: pass optimizer.")
+    if encoding is not None:
+        check_gathered(model, str(parameters))
     options = {"error_feedback": error_feedback, "nonfinite": "propagate", **options}
     for given_compressor in (compressor, inside):
         if given_compressor is not None:
@@ -283,14 +285,22 @@ def reducer_of(
         BadInput: As `Reducer`, or if ``inside`` is given and no dimension is inside of an island.
     """
     if isinstance(model, DistributedDataParallel):
-        groups, levels = [], {"": Level(model.process_group, compressor)}
+        groups, levels = [], {"": Level(model.process_group, compressor, model.process_group.rank())}
     else:
         groups = groups_of(model)
         levels = levels_of(groups, compressor, inside)
     if inside is not None and "inside" not in levels:
         raise BadInput("inside is the compressor inside islands of ranks, and the model has none: omit it.")
+    if options.get("granularity") == "row" and any(group.split for group in groups):
+        raise BadInput(
+            "granularity row encodes all parameters of a rank together, those that tensor parallelism splits and those "
+            "that its peers have in common, which would no longer be equal: omit it."
+        )
     compressed = {name: level for name, level in levels.items() if level.compressor is not None}
-    reducers = {name: Reducer(level.compressor or "none", level.ranks, **options) for name, level in compressed.items()}
+    reducers = {
+        name: Reducer(level.compressor or "none", level.ranks, draws=level.draws, **options)
+        for name, level in compressed.items()
+    }
     if not reducers:  # a single data-parallel rank
         return Reducer(compressor, groups[0].shards or groups[0].replicas, **options)
     first, *others = reducers
@@ -309,10 +319,13 @@ class Level(NamedTuple):
     Attributes:
         ranks: The ranks.
         compressor: The compressor; None: the framework averages.
+        draws: The number of this rank among the data-parallel ones: peers of tensor parallelism round alike, since what
+            their layers do not split has to stay equal.
     """
 
     ranks: dist.ProcessGroup
     compressor: Given | None
+    draws: int
 
 
 def levels_of(groups: Iterable[ParameterGroup], compressor: Given, inside: Given | None) -> dict[str, Level]:
@@ -325,11 +338,15 @@ def levels_of(groups: Iterable[ParameterGroup], compressor: Given, inside: Given
     islands: dict[tuple[int, ...], tuple[str, Level]] = {}  # their shards
     for group in groups:
         replicas, shards = (ranks if ranks and ranks.size() > 1 else None for ranks in (group.replicas, group.shards))
+        draws = (0 if shards is None else shards.rank()) + (
+            0 if replicas is None else replicas.rank() * (1 if shards is None else shards.size())
+        )
         if replicas is not None:
-            by_ranks[ranks_of(replicas)] = group.replicas_name, Level(replicas, compressor)
-        if shards is not None:
-            known, level = (by_ranks, compressor) if replicas is None else (islands, inside)
-            known[ranks_of(shards)] = group.shards_name if replicas is None else "inside", Level(shards, level)
+            by_ranks[ranks_of(replicas)] = group.replicas_name, Level(replicas, compressor, draws)
+        if shards is not None and replicas is not None:
+            islands[ranks_of(shards)] = "inside", Level(shards, inside, draws)
+        elif shards is not None:
+            by_ranks[ranks_of(shards)] = group.shards_name, Level(shards, compressor, draws)
     if inside is None and (both := by_ranks.keys() & islands.keys()):
         raise BadInput(
             f"ranks {min(both)} shard some parameters with replicas on other ranks and some without, so that their "

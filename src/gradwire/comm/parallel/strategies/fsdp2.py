@@ -426,11 +426,31 @@ def compress_parameters(wrapped: nn.Module, encoding: str, unchanged: Callable[[
         The replica of each group, by the name of its first parameter; nothing if parameters themselves are sent.
 
     Raises:
+        BadInput: As `check_gathered`.
+    """
+    groups = check_gathered(wrapped, encoding)
+    gather_over = cache(partial(ParameterGather, encoding))
+    replicas: dict[str, Replica] = {}
+    for group in groups:
+        gather, first = gather_over(group.shards), next(iter(group))
+        layout = Layout.dim0(group.shapes.items(), gather.ranks.world)
+        if gather.encoding.differences:
+            shards = {name: local(parameter) for name, parameter in group.parameters.items()}
+            replicas[first] = Replica(gather, layout, shards)
+        group.set_all_gather(AllGather(gather, layout, group.module, replicas.get(first), unchanged))
+    wrapped.register_forward_pre_hook(reshard_evaluated, prepend=True)  # before the framework's own
+    wrapped.register_forward_hook(reshard_evaluated)
+    return replicas
+
+
+def check_gathered(wrapped: nn.Module, encoding: str) -> list[ParameterGroup]:
+    """Check that an encoding can replace the all-gathers of parameters; return the groups that several ranks shard.
+
+    Raises:
         BadInput: If the encoding is unknown, a parameter is not float32, or is frozen although its differences would be
-            sent, or this version of torch does not support it.
+            sent, is gathered in another type, or this version of torch does not support it.
     """
     check_offered("param_compress", "set_custom_all_gather")
-    gather_over = cache(partial(ParameterGather, encoding))
     differences = encoding_of(encoding).differences
     for name, parameter in named_parameters(wrapped):
         if parameter.dtype != torch.float32:
@@ -440,19 +460,14 @@ def compress_parameters(wrapped: nn.Module, encoding: str, unchanged: Callable[[
                 f"param_compress int4-diff sends what changed, and {name} is frozen: use int8, which keeps no replica, "
                 f"or train all parameters."
             )
-    replicas: dict[str, Replica] = {}
-    for group in groups_of(wrapped):
-        if group.shards is None or group.shards.size() == 1:
-            continue
-        gather, first = gather_over(group.shards), next(iter(group))
-        layout = Layout.dim0(group.shapes.items(), gather.ranks.world)
-        if differences:
-            shards = {name: local(parameter) for name, parameter in group.parameters.items()}
-            replicas[first] = Replica(gather, layout, shards)
-        group.set_all_gather(AllGather(gather, layout, group.module, replicas.get(first), unchanged))
-    wrapped.register_forward_pre_hook(reshard_evaluated, prepend=True)  # before the framework's own
-    wrapped.register_forward_hook(reshard_evaluated)
-    return replicas
+    groups = [group for group in groups_of(wrapped) if group.shards is not None and group.shards.size() > 1]
+    for group in groups:
+        if group.gathered_type not in (None, torch.float32):
+            raise BadInput(
+                f"parameters are compressed from float32, and MixedPrecisionPolicy converts {next(iter(group))} to "
+                f"{group.gathered_type} first: omit its param_dtype, or the compression of parameters."
+            )
+    return groups
 
 
 # Why: docs/decisions.md, "Compressed parameters are for training only".
