@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from datetime import timedelta
 from types import FrameType
@@ -180,6 +180,12 @@ class ParameterGroup:
         self._group = group
         self._members = members
 
+    @property
+    def modules(self) -> Sequence[nn.Module]:
+        """The modules that were sharded in one call; each may have forward passes without the others."""
+        modules: Sequence[nn.Module] = self._group.modules
+        return modules
+
     def __iter__(self) -> Iterator[str]:
         """The names of the parameters."""
         return iter(self._members)
@@ -285,6 +291,19 @@ class ParameterGroup:
     def reduce_unused(self, unused: bool) -> None:
         """Have FSDP2 reduce zeros for parameters that a backward pass leaves unused; before torch 2.13 it cannot."""
         self._group.reduce_scatter_unused_params = unused
+
+    def accumulate_zeros(self) -> None:
+        """Give each trainable parameter an accumulated gradient if another one has it.
+
+        FSDP2 makes zeros for unused parameters in their gathered type, and gradients accumulate in the type that is
+        reduced: a buffer takes one type.
+        """
+        members = [member for member in self._members.values() if member.sharded_param.requires_grad]
+        kept = [member.unsharded_accumulated_grad for member in members]
+        kinds = {gradient.dtype for gradient in kept if gradient is not None}  # one at most
+        for member, gradient in zip(members, kept, strict=True) if kinds else ():
+            if gradient is None and member.unsharded_param.dtype not in kinds:
+                member.unsharded_accumulated_grad = torch.zeros_like(member.unsharded_param, dtype=min(kinds, key=str))
 
     @property
     def reduce_scatter(self) -> str:

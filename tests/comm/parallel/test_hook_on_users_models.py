@@ -22,7 +22,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from gradwire import comm_hook
+from gradwire import comm_hook, compress_gradients
 from gradwire.base.errors import BadInput, RunFault
 from gradwire.comm.collectives import IslandReducer, Reducer, build_islands
 from gradwire.comm.parallel import hook, wrap
@@ -541,3 +541,45 @@ def uneven(rank, world, group):
 def test_ranks_that_end_different_numbers_of_steps_are_told_so(world):
     for message in world(2).run(uneven):
         assert "every rank calls finish() once per optimizer step" in message
+
+
+class Chunked(nn.Module):
+    """A head whose loss is computed chunk by chunk, each with its own backward pass, as torchtitan does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(6, 10)
+        self.norm = nn.LayerNorm(10)
+        self.head = nn.Linear(10, 4, bias=False)
+
+    def forward(self, x):
+        return self.norm(self.body(x))
+
+
+def chunked(rank, world, group, compressed):
+    """Gradients after two steps of a loss in three chunks; parameters are gathered in bfloat16."""
+    torch.manual_seed(2)
+    model, mesh = Chunked(), data_mesh(world)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    fully_shard(model.body, mesh=mesh, mp_policy=policy)
+    fully_shard([model.norm, model.head], mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    if compressed:
+        compression = compress_gradients(model, "none", algorithm="exchange")
+    for step in range(2):
+        model.zero_grad()
+        hidden = model(noise(10 * rank + step, 5, 6))
+        chunks = [chunk.detach().requires_grad_() for chunk in hidden.chunk(3)]
+        for number, chunk in enumerate(chunks):
+            model.head.set_requires_gradient_sync(number == 2)
+            model.head(chunk).square().mean().backward()
+        hidden.backward(torch.cat([chunk.grad for chunk in chunks]))
+        if compressed:
+            compression.finish()
+    return [p.grad.full_tensor() for p in model.parameters()]
+
+
+def test_a_loss_in_chunks_with_narrow_parameters(world):
+    for got, expected in zip(world(2).run(chunked, True), world(2).run(chunked, False), strict=True):
+        for ours, theirs in zip(got, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)

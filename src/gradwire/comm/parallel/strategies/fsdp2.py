@@ -191,11 +191,13 @@ def reduce_unused(group: ParameterGroup) -> None:
         if not torch.is_grad_enabled():
             return
         group.reduce_unused(bool(group.waiting))
+        group.accumulate_zeros()
         for gathered in {parameter for parameter in group.gathered if parameter.requires_grad} - watched:
             gathered.register_post_accumulate_grad_hook(lambda _: seen.reduce_unused(True))
             watched.add(gathered)
 
-    group.module.register_forward_pre_hook(watch)  # after the framework's own, which gathers
+    for module in group.modules:
+        module.register_forward_pre_hook(watch)  # after the framework's own, which gathers
 
 
 class Collective:
