@@ -316,7 +316,7 @@ def layouts(*values):
 
 @layouts(QUICK)
 def test_a_sample_changes_the_messages_of_one_rank_by_c(
-    world, shards, size, strategy, cell, sampling, micro, indices=(8,)
+    world, shards, size, strategy, cell, sampling, micro, indices=(3, 8)
 ):
     """What ε rests on with a lossy compressor. C is below every norm, so that a message changes by all of C."""
     per_epoch = len(Shards(shards, "train")) // size // SMALL["batch_size"]

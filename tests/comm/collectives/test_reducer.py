@@ -558,7 +558,7 @@ def test_another_type_or_option_is_refused(world, given, message):
 def test_the_signature_shows_every_option():
     keywords = inspect.signature(Reducer).parameters
     assert {name: keywords[name].default for name in ReducerOptions.model_fields} == dict(ReducerOptions())
-    assert set(keywords) - set(ReducerOptions.model_fields) == {"compressor", "group", "seed"}
+    assert set(keywords) - set(ReducerOptions.model_fields) == {"compressor", "group", "seed", "draws"}
     assert get_args(ReducerOptions.model_fields["algorithm"].annotation) == ("auto", *ALGORITHMS)
 
 

@@ -116,7 +116,7 @@ def delivered(rank, world, group, number, cases, fault):
         options["algorithm"] = algorithm
         reducer = IslandReducer(build(between[0], **between[1]), islands, inside=within, **options)
         if fault == "order":
-            reducer.codec.rank = (rank + islands.ranks) % world
+            reducer.codec.draws = (rank + islands.ranks) % world
         model = wrap(rough_model_of(), "hsdp", reducer, device="cpu")
         if fault == "divisor":
             for module in model.modules():
