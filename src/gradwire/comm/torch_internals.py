@@ -292,18 +292,22 @@ class ParameterGroup:
         """Have FSDP2 reduce zeros for parameters that a backward pass leaves unused; before torch 2.13 it cannot."""
         self._group.reduce_scatter_unused_params = unused
 
-    def accumulate_zeros(self) -> None:
-        """Give each trainable parameter an accumulated gradient if another one has it.
+    def accumulate_zeros(self, accumulates: bool = False) -> None:
+        """Give each trainable parameter an accumulated gradient, of zeros, if another one has it.
 
         FSDP2 makes zeros for unused parameters in their gathered type, and gradients accumulate in the type that is
         reduced: a buffer takes one type.
+
+        Args:
+            accumulates: Whether a gradient has just been computed, which a pass that does not reduce will accumulate.
         """
         members = [member for member in self._members.values() if member.sharded_param.requires_grad]
-        kept = [member.unsharded_accumulated_grad for member in members]
-        kinds = {gradient.dtype for gradient in kept if gradient is not None}  # one at most
-        for member, gradient in zip(members, kept, strict=True) if kinds else ():
-            if gradient is None and member.unsharded_param.dtype not in kinds:
-                member.unsharded_accumulated_grad = torch.zeros_like(member.unsharded_param, dtype=min(kinds, key=str))
+        accumulates = accumulates and not self._group.reduce_grads
+        if accumulates or any(member.unsharded_accumulated_grad is not None for member in members):
+            for member in members:
+                if member.unsharded_accumulated_grad is None and member.reduce_dtype is not None:
+                    zeros = torch.zeros_like(member.unsharded_param, dtype=member.reduce_dtype)
+                    member.unsharded_accumulated_grad = zeros
 
     @property
     def reduce_scatter(self) -> str:

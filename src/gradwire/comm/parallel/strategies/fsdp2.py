@@ -185,6 +185,10 @@ def reduce_unused(group: ParameterGroup) -> None:
     seen = weakref.proxy(group)  # Python's garbage collector does not see through hooks on tensors
     watched = set[nn.Parameter]()
 
+    def fill(_: Tensor) -> None:
+        seen.reduce_unused(True)
+        seen.accumulate_zeros(accumulates=True)
+
     @torch.compiler.disable
     def watch(*_: object) -> None:
         """Watch the gathered parameters: they exist from the first forward pass on."""
@@ -193,7 +197,7 @@ def reduce_unused(group: ParameterGroup) -> None:
         group.reduce_unused(bool(group.waiting))
         group.accumulate_zeros()
         for gathered in {parameter for parameter in group.gathered if parameter.requires_grad} - watched:
-            gathered.register_post_accumulate_grad_hook(lambda _: seen.reduce_unused(True))
+            gathered.register_post_accumulate_grad_hook(fill)
             watched.add(gathered)
 
     for module in group.modules:
