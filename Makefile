@@ -24,6 +24,7 @@ RESULTS ?= results
 BIN := .venv/bin
 READY := .venv/.ready
 READY_DOCS := .venv/.ready-docs
+READY_TITAN := .titan/.ready
 
 .PHONY: run train gpu tensorboard image image-lock kernels test test-faults test-sweep test-full nightly test-slurm test-container lint format docs schema lock
 
@@ -63,7 +64,7 @@ test-faults: $(READY)
 test-sweep: $(READY)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m sweep
 
-test-full: $(READY_DOCS)
+test-full: $(READY_DOCS) $(READY_TITAN)
 	$(BIN)/python -m pytest -m full
 
 # The image is built while nothing else runs; what fails does not keep the rest from running.
@@ -108,6 +109,11 @@ $(READY_DOCS): $(READY) requirements-docs.lock
 	$(BIN)/pip install --quiet --disable-pip-version-check --require-hashes -r requirements-docs.lock
 	touch $@
 
+# Apart from .venv: torchtitan asks for an older datasets than gradwire, and for wandb, without which tests run.
+$(READY_TITAN): $(READY) requirements-titan.lock
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .titan --require-hashes -r requirements-titan.lock
+	touch $@
+
 schema: $(READY)
 	$(BIN)/python -c "import json; from gradwire.bench.config import json_schema; print(json.dumps(json_schema(), indent=2))" \
 	    > src/gradwire/bench/workflow/schemas/config.schema.json
@@ -118,3 +124,7 @@ lock:
 	    -o requirements.lock
 	uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-emit-find-links \
 	    --custom-compile-command "make lock" --constraint requirements.lock requirements-docs.in -o requirements-docs.lock
+	uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-emit-find-links \
+	    --custom-compile-command "make lock" --override requirements.overrides --override requirements-titan.overrides \
+	    --constraint requirements.lock --no-emit-package torch \
+	    $$(sed -n 's/^\([A-Za-z0-9._-]*\)==.*/--no-emit-package \1/p' requirements.lock) requirements-titan.in -o requirements-titan.lock

@@ -104,6 +104,7 @@ EXCEPT = {  # page, and how the block begins: why no test runs it as it is, or w
         "docs/running.md",
         "gradwire launch --world_size 2 -- train ...",
     ): "`...`; tests/bench/training/test_checkpoints.py",
+    ("docs/how-to/torchtitan.md", "for number, part"): "lines of examples/with_torchtitan.py, of which a test sees to",
     ("docs/how-to/configure.md", "results/<name>"): "a list of files; tests/bench/workflow",
 }
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
