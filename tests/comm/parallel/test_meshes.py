@@ -145,13 +145,16 @@ def columns(world: int) -> tuple[nn.Module, int]:
 
 
 def experts(world: int) -> tuple[nn.Module, int]:
-    """Dense parameters over all ranks; experts split over pairs, and each part sharded over the other ranks."""
-    dense = mesh_of(world, names="dp")
-    mesh = mesh_of(world // 2, 2, names="efsdp ep")
+    """Dense parameters over all ranks; experts split over pairs, and each part sharded over the other ranks.
+
+    Both meshes have a dimension of the same name.
+    """
+    dense = mesh_of(world, names="shards")
+    mesh = mesh_of(world // 2, 2, names="shards ep")
     model = net(Mixture)
     part = distribute_tensor(model.experts.weight.detach(), mesh["ep"], [Shard(0)])
     model.experts.weight = nn.Parameter(part)
-    fully_shard(model.experts, mesh=mesh["efsdp"], shard_placement_fn=lambda parameter: Shard(1))
+    fully_shard(model.experts, mesh=mesh["shards"], shard_placement_fn=lambda parameter: Shard(1))
     return sharded(model, dense), dist.get_rank()
 
 

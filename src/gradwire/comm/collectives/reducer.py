@@ -184,8 +184,8 @@ class Reducer:
         """
         self.parts[name] = part
 
-    def over_several(self, group: ops.Group) -> Reducer | None:
-        """Return this reducer, or the part of it, that averages over the ranks of a group of several; None if none."""
+    def over(self, group: ops.Group) -> Reducer | None:
+        """Return this reducer, or its part, that averages over a group's ranks; None if none does, or for one rank."""
         if group is None or group.size() == 1:
             return None
         ranks = dist.get_process_group_ranks(group)

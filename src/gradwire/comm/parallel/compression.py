@@ -309,6 +309,7 @@ def reducer_of(
         reducer.join(name, reducers[name])
     if groups:
         reducer.everyone = spanned(model, reducer.group)
+    if len(levels) > 1:
         reducer.topology = " x ".join(str(level.ranks.size()) for level in levels.values())
     return reducer
 
@@ -338,9 +339,8 @@ def levels_of(groups: Iterable[ParameterGroup], compressor: Given, inside: Given
     islands: dict[tuple[int, ...], tuple[str, Level]] = {}  # their shards
     for group in groups:
         replicas, shards = (ranks if ranks and ranks.size() > 1 else None for ranks in (group.replicas, group.shards))
-        draws = (0 if shards is None else shards.rank()) + (
-            0 if replicas is None else replicas.rank() * (1 if shards is None else shards.size())
-        )
+        shard, size = (0, 1) if shards is None else (shards.rank(), shards.size())
+        draws = shard if replicas is None else replicas.rank() * size + shard
         if replicas is not None:
             by_ranks[ranks_of(replicas)] = group.replicas_name, Level(replicas, compressor, draws)
         if shards is not None and replicas is not None:
@@ -352,7 +352,10 @@ def levels_of(groups: Iterable[ParameterGroup], compressor: Given, inside: Given
             f"ranks {min(both)} shard some parameters with replicas on other ranks and some without, so that their "
             f"links are both inside an island and not: pass inside, the compressor of both."
         )
-    return dict({**by_ranks, **islands}.values())
+    levels: dict[str, Level] = {}
+    for name, level in {**by_ranks, **islands}.values():
+        levels[name if name not in levels else f"{name} of {level.ranks.size()}"] = level
+    return levels
 
 
 def ranks_of(group: dist.ProcessGroup) -> tuple[int, ...]:

@@ -112,7 +112,7 @@ class FSDP2(Strategy):
         sizes: Counter[tuple[Reducer, Kind]] = Counter()
         for group in groups:
             reduce_unused(group)
-            inside, between = reducer.over_several(group.shards), reducer.over_several(self.replicas_of(group))
+            inside, between = reducer.over(group.shards), reducer.over(self.replicas_of(group))
             reduced.update(group if inside is not None or between is not None else ())
             if inside is not None:
                 # The reducer divides once; the framework must neither divide nor average.
@@ -497,7 +497,7 @@ def check_sharded(wrapped: nn.Module, reducer: Reducer) -> None:
     for group in groups_of(wrapped):
         name = next(iter(group))
         levels = [ranks for ranks in (group.replicas, group.shards) if ranks is not None and ranks.size() > 1]
-        if levels and reducer.over_several(levels[0]) is None:
+        if levels and reducer.over(levels[0]) is None:
             raise BadInput(
                 f"FSDP2 averages {name} over ranks {dist.get_process_group_ranks(levels[0])}, and the reducer over "
                 f"{dist.get_process_group_ranks(reducer.group or dist.group.WORLD)}: use gradwire.compress_gradients, "
