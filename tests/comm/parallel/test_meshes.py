@@ -23,7 +23,8 @@ from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from gradwire.base.errors import BadInput, RunFault
+from gradwire.base.errors import BadInput, NonFiniteGradient, RunFault
+from gradwire.comm.collectives import METER
 from gradwire.comm.parallel import wrap
 
 STEPS = 3
@@ -208,12 +209,14 @@ def train(model, optimizer, sample: int, steps: range) -> None:
 
 
 def trained(rank, world, group, stack, case):
-    """Parameters before and after some steps, and the traffic."""
+    """Parameters before and after some steps, and the traffic, with the bytes of compressed parameters."""
     model, sample = STACKS[stack](world)
     optimizer, compression = compressed(model, case)
-    start = values(model)
+    start, sent = values(model), METER.sent("parameters")
     train(model, optimizer, sample, range(STEPS))
-    return start, values(model), None if compression is None else compression.traffic
+    if compression is None:
+        return start, values(model), None
+    return start, values(model), {**compression.traffic, "parameters": METER.sent("parameters") - sent}
 
 
 def deviations(world, stack: str, case: str, ranks: int) -> list[float]:
@@ -226,6 +229,8 @@ def deviations(world, stack: str, case: str, ranks: int) -> list[float]:
         moved = sum(float((start[name] - expected[name]).square().sum()) for name in expected)
         found.append((apart / moved) ** 0.5)
         assert case == "none" or 0 < traffic["sent"] < traffic["raw"]
+        assert (traffic["parameters"] > 0) == ("parameters" in CASES[case])
+        assert case != "int8 inside" or 0 < traffic["inside"]["sent"] < traffic["inside"]["raw"] / 2
     return found
 
 
@@ -236,7 +241,7 @@ def test_a_mean_of_float32_changes_nothing(world, stack, ranks):
     assert max(deviations(world, stack, "none", ranks)) <= (0 if ranks == 2 else 1e-6)
 
 
-GATHERING = [stack for stack in STACKS if stack not in ("tp x ddp", "replicate", "hsdp, islands of one")]
+GATHERING = [stack for stack in STACKS if stack not in ("tp x ddp", "tp x hsdp", "replicate", "hsdp, islands of one")]
 
 
 @pytest.mark.parametrize(
@@ -259,6 +264,39 @@ def test_peers_of_tensor_parallelism_round_alike(world, stack):
     assert norms
     for end in ends[1:]:
         assert all(torch.equal(end[name], ends[0][name]) for name in norms)
+
+
+def drawn_apart(rank, world, group):
+    """Norms after a round of `DiLoCo` with random rounding, on DDP besides tensor parallelism."""
+    model, sample = tensor_ddp(world)
+    optimizer = gradwire.DiLoCo(
+        torch.optim.SGD(model.parameters(), lr=0.1), model, sync_every=2, compressor="qsgd", error_feedback=True
+    )
+    train(model, optimizer, sample, range(4))
+    return {name: parameter for name, parameter in values(model).items() if ".norm." in name}
+
+
+def test_peers_of_tensor_parallelism_round_alike_in_local_updates(world):
+    first, *others = world(4).run(drawn_apart)
+    for norms in others:
+        assert all(torch.equal(norms[name], parameter) for name, parameter in first.items())
+
+
+def overflowed(rank, world, group):
+    """What a step raises on each rank if the gradients of experts that two ranks average are not finite."""
+    model, sample = experts(world)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    gradwire.compress_gradients(model, "int8", optimizer=optimizer, nonfinite="raise")
+    dense, expert = model(torch.randn(4, 12, generator=torch.Generator().manual_seed(sample)))
+    (dense.square().mean() + expert.square().mean() * (float("inf") if rank == 1 else 1)).backward()
+    with pytest.raises(NonFiniteGradient) as raised:
+        optimizer.step()
+    return str(raised.value)
+
+
+def test_a_value_that_is_not_finite_among_experts_is_raised_on_all_ranks(world):
+    """Ranks 1 and 3 average its experts; the forward pass of the rest stays finite."""
+    assert all("holds NaN, infinity" in message for message in world(4).run(overflowed))
 
 
 def resumed(rank, world, group, stack, case):

@@ -97,7 +97,7 @@ class IslandReducer(Reducer):
         inside: Reducer | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(compressor, islands.between, **options)
+        super().__init__(compressor, islands.between, draws=dist.get_rank(), **options)
         if inside is not None:
             if inside.group is not islands.inside:
                 raise BadInput("the reducer inside an island needs the group Islands.inside.")

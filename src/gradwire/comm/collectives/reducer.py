@@ -114,8 +114,8 @@ class Reducer:
         compressor: What encodes a piece: a compressor, its name, or a mapping of its ``method`` and options.
         group: The ranks; None is the default group.
         seed: Of the codecs' generators. Each parameter, phase and rank draws from a separate generator.
-        draws: The number of this rank in their seeds; None is its number among all ranks. Ranks with the same part of a
-            model, as of a layer that tensor parallelism does not split, must draw alike.
+        draws: The number of this rank in their seeds; None is its number in ``group``. It counts data-parallel ranks:
+            peers of tensor parallelism, which have layers in common that it does not split, must draw alike.
         options: The fields of `ReducerOptions`, such as ``error_feedback=True``.
 
     Attributes:
@@ -155,7 +155,7 @@ class Reducer:
             counts=self._traffic.counts,
             seed=seed,
             rank=dist.get_rank(),
-            draws=dist.get_rank() if draws is None else draws,
+            draws=self.rank if draws is None else draws,
         )
         self._ranks = Ranks(group, self.world, self.rank, self.meter)
         self._queue: ReductionQueue | None = None  # from the first reduction on
@@ -180,8 +180,9 @@ class Reducer:
         """Have a reducer over other ranks end its steps with this one: nobody calls its `finish`.
 
         What it meets is part of what this reducer's `finish` agrees on, its traffic part of this one's, also by itself
-        under ``name``, and its state part of this one's.
+        under ``name``, and its state part of this one's. It draws with the number that this rank has here.
         """
+        part.codec.draws = self.codec.draws
         self.parts[name] = part
 
     def over(self, group: ops.Group) -> Reducer | None:

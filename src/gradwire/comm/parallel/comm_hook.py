@@ -229,7 +229,7 @@ def comm_hook(
     described = parameters_of(model)
 
     def make() -> Reducer:
-        reducer = Reducer(chosen, draws=dist.get_rank(options.get("group")), **options)
+        reducer = Reducer(chosen, **options)
         check_agreement(reducer.group, reducer, described)
         return reducer
 

@@ -285,7 +285,7 @@ def reducer_of(
         BadInput: As `Reducer`, or if ``inside`` is given and no dimension is inside of an island.
     """
     if isinstance(model, DistributedDataParallel):
-        groups, levels = [], {"": Level(model.process_group, compressor, model.process_group.rank())}
+        groups, levels = [], {"": Level(model.process_group, compressor)}
     else:
         groups = groups_of(model)
         levels = levels_of(groups, compressor, inside)
@@ -297,8 +297,9 @@ def reducer_of(
             "that its peers have in common, which would no longer be equal: omit it."
         )
     compressed = {name: level for name, level in levels.items() if level.compressor is not None}
+    draws = data_parallel_rank(groups[0]) if groups else None
     reducers = {
-        name: Reducer(level.compressor or "none", level.ranks, draws=level.draws, **options)
+        name: Reducer(level.compressor or "none", level.ranks, draws=draws, **options)
         for name, level in compressed.items()
     }
     if not reducers:  # a single data-parallel rank
@@ -320,13 +321,10 @@ class Level(NamedTuple):
     Attributes:
         ranks: The ranks.
         compressor: The compressor; None: the framework averages.
-        draws: The number of this rank among the data-parallel ones: peers of tensor parallelism round alike, since what
-            their layers do not split has to stay equal.
     """
 
     ranks: dist.ProcessGroup
     compressor: Given | None
-    draws: int
 
 
 def levels_of(groups: Iterable[ParameterGroup], compressor: Given, inside: Given | None) -> dict[str, Level]:
@@ -339,14 +337,12 @@ def levels_of(groups: Iterable[ParameterGroup], compressor: Given, inside: Given
     islands: dict[tuple[int, ...], tuple[str, Level]] = {}  # their shards
     for group in groups:
         replicas, shards = (ranks if ranks and ranks.size() > 1 else None for ranks in (group.replicas, group.shards))
-        shard, size = (0, 1) if shards is None else (shards.rank(), shards.size())
-        draws = shard if replicas is None else replicas.rank() * size + shard
         if replicas is not None:
-            by_ranks[ranks_of(replicas)] = group.replicas_name, Level(replicas, compressor, draws)
+            by_ranks[ranks_of(replicas)] = group.replicas_name, Level(replicas, compressor)
         if shards is not None and replicas is not None:
-            islands[ranks_of(shards)] = "inside", Level(shards, inside, draws)
+            islands[ranks_of(shards)] = "inside", Level(shards, inside)
         elif shards is not None:
-            by_ranks[ranks_of(shards)] = group.shards_name, Level(shards, compressor, draws)
+            by_ranks[ranks_of(shards)] = group.shards_name, Level(shards, compressor)
     if inside is None and (both := by_ranks.keys() & islands.keys()):
         raise BadInput(
             f"ranks {min(both)} shard some parameters with replicas on other ranks and some without, so that their "
@@ -356,6 +352,12 @@ def levels_of(groups: Iterable[ParameterGroup], compressor: Given, inside: Given
     for name, level in {**by_ranks, **islands}.values():
         levels[name if name not in levels else f"{name} of {level.ranks.size()}"] = level
     return levels
+
+
+def data_parallel_rank(group: ParameterGroup) -> int:
+    """Return this rank's number among those that average a group's gradients: by replicas, then by shards."""
+    shard, size = (0, 1) if group.shards is None else (group.shards.rank(), group.shards.size())
+    return shard if group.replicas is None else group.replicas.rank() * size + shard
 
 
 def ranks_of(group: dist.ProcessGroup) -> tuple[int, ...]:
