@@ -155,7 +155,7 @@ def test_columns_of_different_blocks_of_an_sjlt_may_meet_and_those_of_one_never(
     projector.add_values(slots, [8], "w", rows)
     assert slots.count_nonzero(1).tolist() == [1] * len(at)
     places = slots.abs().argmax(1).tolist()
-    turned = projector.rotations("w")[:4]
+    turned = projector.rotations("w", torch.device("cpu"))[:4].tolist()
     assert places == [turned[0], (turned[0] - 1) % 2**16, turned[1], (turned[3] + 4) % 2**16]
     assert len(set(turned)) == 4
 

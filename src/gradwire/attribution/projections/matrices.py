@@ -7,6 +7,9 @@ import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from functools import cache, cached_property
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -22,8 +25,8 @@ TILE = 1 << 20  # entries generated at once, 4 MB as float32
 QUANTILES = 1 << 16
 SLOTS = 1 << 16
 NONZEROS = 4
-BLOCKS = {"cpu": 1, "cuda": 64}  # whose signs are generated at once: few fit a core's cache, a GPU is slow to start
 FACTOR = 64  # H is applied as a product of Hadamard matrices of this order
+OLDEST = (8, 0)  # compute capability that the kernels are compiled for
 ORDERED = 1 << 22  # largest number of rows to permute at once
 
 
@@ -84,6 +87,13 @@ class Rademacher(Dense):
         """64 signs per word: int64 [c, ⌈dim / 64⌉]."""
         return hashing.table(hashing.key(self.seed, name), columns, math.ceil(dim / hashing.WORD))
 
+    def add_values(self, sums: Tensor, dims: Sequence[int], name: str, values: Tensor) -> None:
+        """Add the product, on a GPU with signs that are made where they are multiplied."""
+        if (kernels := fused(values)) is not None:
+            kernels.add_signed(sums, values, hashing.key(self.seed, name))
+        else:
+            super().add_values(sums, dims, name, values)
+
 
 class Normal(Dense):
     """Entries N(0, 1/dim), each one of 65,536 equally likely quantiles with a variance of exactly 1/dim.
@@ -134,7 +144,7 @@ class Sjlt(Projector):
     def __init__(self, shapes: Shapes, seed: int) -> None:
         super().__init__(shapes, seed)
         self._sorted: dict[tuple[int, torch.device], Sorted] = {}
-        self._rotations: dict[str, list[int]] = {}
+        self._rotations: dict[tuple[str, torch.device], Tensor] = {}
         self._signs: dict[tuple[str, torch.device], Tensor] = {}  # of the parameters of one block
 
     def width(self, dims: Sequence[int]) -> int:
@@ -143,22 +153,23 @@ class Sjlt(Projector):
 
     def add_values(self, sums: Tensor, dims: Sequence[int], name: str, values: Tensor) -> None:
         """Add a parameter's gradients to the slots."""
-        blocks = iter(self.rotations(name))
-        for begin, end in tiles(values.shape[1], SLOTS * BLOCKS[values.device.type]):
-            signs = self.signs(name, begin, end, values.device)
-            for values_of_block, sign in zip(values[:, begin:end].split(SLOTS, dim=1), signs.split(SLOTS), strict=True):
-                turned = next(blocks)
-                fits = min(len(sign), SLOTS - turned)
-                sums[:, turned : turned + fits].addcmul_(values_of_block[:, :fits], sign[:fits])
-                sums[:, : len(sign) - fits].addcmul_(values_of_block[:, fits:], sign[fits:])
+        turns = self.rotations(name, values.device)
+        if (kernels := fused(values)) is not None:
+            kernels.add_turned(sums, values, turns, hashing.key(self.seed, f"{name} sjlt"))
+            return
+        for (begin, end), turned in zip(tiles(values.shape[1], SLOTS), turns.tolist(), strict=True):
+            block, sign = values[:, begin:end], self.signs(name, begin, end, values.device)
+            fits = min(len(sign), SLOTS - turned)
+            sums[:, turned : turned + fits].addcmul_(block[:, :fits], sign[:fits])
+            sums[:, : len(sign) - fits].addcmul_(block[:, fits:], sign[fits:])
 
-    def rotations(self, name: str) -> list[int]:
-        """Return the slot of the first column of each of a parameter's blocks."""
-        if name not in self._rotations:
+    def rotations(self, name: str, device: torch.device) -> Tensor:
+        """Return the slot of the first column of each of a parameter's blocks: int32 [blocks]."""
+        if (name, device) not in self._rotations:
             stream = hashing.key(self.seed, f"{name} rotation")
             blocks = torch.arange(-(-self.sizes[name] // SLOTS))
-            self._rotations[name] = hashing.below(stream, blocks, SLOTS).tolist()
-        return self._rotations[name]
+            self._rotations[name, device] = hashing.below(stream, blocks, SLOTS).int().to(device)
+        return self._rotations[name, device]
 
     def signs(self, name: str, first: int, last: int, device: torch.device) -> Tensor:
         """Return the signs of some of a parameter's columns: float32 [last - first]."""
@@ -186,7 +197,8 @@ class Sjlt(Projector):
             hashed.update(part.numpy().tobytes())
         for name, numel in self.sizes.items():
             ends = [float(self.signs(name, column, column + 1, torch.device("cpu"))) for column in (0, numel - 1)]
-            hashed.update(f"{name} {numel} {ends} {self.rotations(name)[-1]}".encode())
+            last = int(self.rotations(name, torch.device("cpu"))[-1])
+            hashed.update(f"{name} {numel} {ends} {last}".encode())
         return hashed.hexdigest()
 
     def band(self, dim: int) -> Band:
@@ -274,6 +286,13 @@ class Srht(Projector):
     def band(self, dim: int) -> Band:
         """Return the χ² band, which is conservative for ``dim`` near N."""
         return chi2_band(dim)
+
+
+def fused(values: Tensor) -> ModuleType | None:
+    """Return the kernels for the device of ``values``; None: only the plain form runs there."""
+    if not values.is_cuda or find_spec("triton") is None or torch.cuda.get_device_capability(values.device) < OLDEST:
+        return None
+    return import_module("gradwire.attribution.projections.cuda")
 
 
 def hadamard(rows: Tensor) -> Tensor:

@@ -1,0 +1,51 @@
+"""The kernels of projections against the plain forms: on a GPU where there is one, else in Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gradwire.attribution import projections
+from gradwire.attribution.projections import hashing, matrices
+
+pytest.importorskip("triton")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture
+def fused(monkeypatch):
+    """Use the kernels on a CPU too."""
+    from gradwire.attribution.projections import cuda
+
+    monkeypatch.setattr(matrices, "fused", lambda values: cuda)
+
+
+def gradients(samples: int, numel: int) -> torch.Tensor:
+    return torch.randn(samples, numel, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+
+
+# Three blocks of slots, of which the last is short; more samples than a program takes; a parameter of one block.
+@pytest.mark.parametrize(("samples", "numel"), [(5, 2 * 2**16 + 77), (1, 501), (3, 2**16)])
+def test_an_sjlt_by_the_kernel_has_the_plain_forms_bits(samples, numel, fused, monkeypatch):
+    shapes, rows = {"ln.bias": (31,), "w": (numel,)}, gradients(samples, 31 + numel)
+    by_kernel = projections.build("sjlt", shapes, 3).project(rows, [64])[64]
+    monkeypatch.setattr(matrices, "fused", lambda values: None)
+    assert torch.equal(by_kernel, projections.build("sjlt", shapes, 3).project(rows, [64])[64])
+
+
+# Odd rows and columns; a share of columns that ends inside of a program's; more samples than a launch takes.
+@pytest.mark.parametrize(("samples", "numel", "dim"), [(5, 3001, 200), (1, 63, 64), (131, 70, 65)])
+def test_signs_made_where_they_are_multiplied_are_those_of_the_hash(samples, numel, dim, fused):
+    rows = gradients(samples, 17 + numel)
+    projector = projections.build("rademacher", {"ln.bias": (17,), "w": (numel,)}, 3)
+    columns = {"ln.bias": torch.arange(17), "w": torch.arange(numel)}
+    signs = torch.cat([hashing.sign_table(hashing.key(3, name), of, dim) for name, of in columns.items()])
+    expected = rows.double().cpu() @ signs.double() / dim**0.5
+    torch.testing.assert_close(projector.project(rows, [dim])[dim].double().cpu(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_rows_that_are_not_contiguous_project_alike(fused):
+    rows = gradients(3, 1402)
+    for name in ("sjlt", "rademacher"):
+        projector = projections.build(name, {"w": (701,)}, 3)
+        assert torch.equal(projector.project(rows[:, ::2], [65])[65], projector.project(rows[:, ::2].clone(), [65])[65])
