@@ -1,19 +1,23 @@
 """Two ranks, of which the second interrupts the first in mid-reduction and then exits: interrupted_rank.py WAY."""
 
+import atexit
 import os
 import signal
 import sys
 import tempfile
 import time
 
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+ended, ending = os.pipe()
+atexit.register(os.write, ending, b".")  # before the imports: exit handlers run in reverse order
 
-from gradwire import comm_hook
-from gradwire.comm.collectives import Reducer
-from gradwire.comm.parallel import hook
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.nn.parallel import DistributedDataParallel  # noqa: E402
+
+from gradwire import comm_hook  # noqa: E402
+from gradwire.comm.collectives import Reducer  # noqa: E402
+from gradwire.comm.parallel import hook  # noqa: E402
 
 way = sys.argv[1]
 rendezvous = tempfile.mktemp()
@@ -46,6 +50,7 @@ if rank == 1:
     time.sleep(0.5)  # the first rank waits for this one's gradient
     print(time.time(), flush=True)
     os.kill(parent, signal.SIGINT)
-    time.sleep(0.3)
+    os.close(ending)
+    os.read(ended, 1)
     os._exit(0)  # its connections close while the first rank's interpreter ends
 step()
