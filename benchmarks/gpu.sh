@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # On a machine with a GPU, from anywhere, nothing installed: everything that claims CUDA, checked and timed.
 #
-#   benchmarks/gpu.sh [PART ...]     codecs strategies (7 minutes), model quality (8 minutes)
+#   benchmarks/gpu.sh --plan         parts, their seconds, what each decides
+#   benchmarks/gpu.sh [PART ...]     default: bytes codecs reduction model (5 minutes), gradients strategies quality (5)
 #
 #   PYTHON=python3                   with torch, triton, transformers, numba, numpy, pydantic, perhaps through PYTHONPATH
 #   OUT=results/gpu                  a table and a JSON of each part; summary.md
@@ -22,9 +23,20 @@ export TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo} NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-lo} # all ranks are here
 [ "$DEVICE" != cpu ] || export SIZE=${SIZE:-small}
 python=${PYTHON:-python3}
-declare -A limits=([codecs]=290 [strategies]=105 [model]=120 [quality]=300)
-parts=("$@")
-[ ${#parts[@]} -gt 0 ] || parts=(codecs strategies model quality)
+# Part, seconds, what it decides; the most valuable first.
+plan='bytes 60 whether the CUDA kernels write the bytes of the plain forms
+codecs 75 how far encoding and decoding are from the speed of memory
+reduction 75 below which link speed a method pays, how much of a reduction hides under the backward pass
+model 75 what a step of 62m costs, and how much torch.compile takes off it
+gradients 60 how fast rows, projections, norms and private steps are
+strategies 75 whether every strategy trains as on the CPU, with the bytes of the closed form
+quality 150 what methods cost in perplexity at eight ranks'
+[ "${1:-}" != --plan ] || { printf 'part       s    decides\n'; while read -r part seconds decides; do
+    printf '%-10s %-4s %s\n' "$part" "$seconds" "$decides"; done <<< "$plan"; exit 0; }
+declare -A limits=()
+parts=()
+while read -r part seconds _; do limits[$part]=$seconds; parts+=("$part"); done <<< "$plan"
+[ $# = 0 ] || parts=("$@")
 for part in "${parts[@]}"; do
     [ -n "${limits[$part]:-}" ] || { echo "gpu.sh: no part $part; there are: ${!limits[*]}" >&2; exit 2; }
 done

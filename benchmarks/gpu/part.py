@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 DEVICE = os.environ.get("DEVICE", "cuda")
@@ -155,6 +156,27 @@ def environment() -> int:
     if DEVICE == "cuda":
         print(f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, CUDA {torch.version.cuda}")
     return 0
+
+
+def synchronize() -> None:
+    """Wait for the GPU, if there is one."""
+    import torch
+
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
+def milliseconds(action: Callable[[], Any], steps: int, warmup: int = 2) -> float:
+    """The median of several runs."""
+    times = []
+    for turn in range(warmup + steps):
+        synchronize()
+        began = time.perf_counter()
+        action()
+        synchronize()
+        if turn >= warmup:
+            times.append(1e3 * (time.perf_counter() - began))
+    return median(times)
 
 
 def failed(row: Row) -> bool:

@@ -1,7 +1,7 @@
-"""Perplexity after compressed training on two ranks: ``python -m gpu.quality``.
+"""Perplexity after compressed training on eight ranks that share a GPU: ``python -m gpu.quality``.
 
-As many steps of each cell as fit the time, the same number for all, on the documentation of the running Python. The
-ranks share the GPU unless there are two.
+As many steps of each cell as fit the time, the same number for all, on the token shards in the folder ``SHARDS``, else
+on the documentation of the running Python, at the learning rates of two ranks.
 """
 
 from __future__ import annotations
@@ -19,30 +19,38 @@ from gpu.part import DEVICE, OUT, SMALL, Part, Row, run
 from gpu.strategies import corpus, sent_bytes, tokenized, trained
 from gpu.workers import Failed, Ranks, group
 
-MODEL = os.environ.get("MODEL") or ("micro" if SMALL else "62m")
-VOCABULARY, LENGTH = (512, 64) if SMALL else (8192, 256)
-BATCH = 4 if SMALL else 16
+MODEL = os.environ.get("MODEL") or ("micro" if SMALL else "small")
+VOCABULARY, LENGTH = (512, 64) if SMALL else (4096, 128)
+RANKS = 2 if SMALL else 8
+BATCH = 4 if SMALL else 16  # samples of a rank and step
 CALIBRATION, MOST = (3, 3) if SMALL else (8, 900)  # steps
-CALIBRATED = ("none", "int8") if SMALL else ("none", "topk-ef")
+CALIBRATED = ("none", "int8") if SMALL else ("none", "muon-onebit")
 WARM = 0.12  # share of the steps that methods with a dense phase begin with
 
 
 def cells(steps: int) -> dict[str, dict[str, Any]]:
-    """The cells of the study, as in configs/quality.yaml."""
+    """The cells, with the learning rates of configs/quality-small.yaml."""
     dense = max(1, round(WARM * steps))
-    found: dict[str, dict[str, Any]] = {
-        "none": {"method": "none"},
+    local: dict[str, Any] = {"method": "onebit", "comm_optimizer": "diloco", "H": 5, "outer_lr": 1.0}
+    local |= {"outer_momentum": 0.0, "lr": 0.0015}
+    chosen: dict[str, dict[str, Any]] = {
+        "none": {"method": "none", "lr": 0.003},
+        "diloco-5-onebit": local,
+        "muon": {"method": "none", "inner": "muon", "lr": 0.003},
+        "muon-5-onebit": local | {"inner": "muon", "lr": 0.006},
+        "onebit_adam": {"method": "onebit", "comm_optimizer": "onebit_adam", "dense_steps": dense, "lr": 0.0015},
+        "int4": {"method": "int8", "num_bits": 4, "block": 64, "lr": 0.003},
+        "muon-onebit": {"method": "onebit", "error_feedback": True, "inner": "muon", "lr": 0.003},
         "int8": {"method": "int8"},
-        "topk-ef": {"method": "topk+int8", "topk.density": 0.1, "error_feedback": True, "dense_steps": dense},
-        "onebit_adam": {"method": "onebit", "comm_optimizer": "onebit_adam", "dense_steps": dense},
-        "int4": {"method": "int8", "num_bits": 4, "block": 64},
-        "powersgd": {"method": "powersgd", "rank": 8, "error_feedback": True, "dense_steps": dense},
     }
-    return {name: found[name] for name in ("none", "int8", "onebit_adam")} if SMALL else found
+    del chosen["int4" if SMALL else "int8"]
+    return {name: chosen[name] for name in ("none", "int8", "diloco-5-onebit")} if SMALL else chosen
 
 
 def shards() -> Path:
-    """The documentation of the running Python, tokenized; a made-up corpus at a small size."""
+    """The given shards, or the documentation of the running Python, tokenized; a made-up corpus at a small size."""
+    if given := os.environ.get("SHARDS"):
+        return Path(given)
     folder = OUT / "pydocs"
     if SMALL:
         return corpus(folder)
@@ -59,7 +67,7 @@ def main() -> int:
     """Choose the number of steps, then train every cell."""
     part = Part("quality")
     data = shards()
-    ranks = Ranks(lambda: group(2, "auto", DEVICE))
+    ranks = Ranks(lambda: group(RANKS, "gloo", DEVICE))
     folder = OUT / "runs" / "quality"
 
     def train(name: str, steps: int, seconds: float) -> list[Row]:
@@ -87,7 +95,7 @@ def main() -> int:
 
         def work(name: str = name) -> Row:
             here = train(name, steps, max(30.0, part.left + 20))
-            sent, raw = sent_bytes(here), 2 * 4 * here[0]["numel"]
+            sent, raw = sent_bytes(here), 2 * (RANKS - 1) * 4 * here[0]["numel"]
             total = None if None in sent else sum(number for number in sent if number is not None)
             return {
                 "steps": steps,

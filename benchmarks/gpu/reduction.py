@@ -1,0 +1,127 @@
+"""Reductions of the 62M model's gradient on one GPU: ``python -m gpu.reduction``.
+
+One rank encodes, hands its message to itself by NCCL, and decodes it, in the phases of an exchange: the GPU does what
+it does at W = 2, and no wire costs anything. So a reduction has a time, and with it the speed of a link below which it
+saves more than it takes. Then steps whose backward pass it overlaps, by the queue on a stream.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+import transformers.models.gpt2.modeling_gpt2  # noqa: F401  imported before the ranks are forked
+from gpu.model import BATCH, LENGTH, PRESET, STEPS, VOCABULARY, Trainee, precision
+from gpu.part import DEVICE, SMALL, Part, Row, run, synchronize
+from gpu.workers import MEAN, Ranks, group
+
+from gradwire.comm.collectives import Layout, Reducer
+from gradwire.comm.collectives.world import World
+from gradwire.comm.compressors import build
+from gradwire.lm.models import causal
+
+CELLS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "none": ("none", {}, {}),
+    "bf16": ("bf16", {}, {}),
+    "fp16": ("fp16", {}, {}),
+    "int8": ("int8", {}, {}),
+    "int4": ("int8", {"num_bits": 4, "block": 64}, {}),
+    "onebit, error feedback": ("onebit", {}, {"error_feedback": True}),
+    "signsgd": ("signsgd", {}, {}),
+    "powersgd": ("powersgd", {"rank": 4}, {"error_feedback": True}),
+    "topk, error feedback": ("topk", {"density": 0.01}, {"error_feedback": True}),
+}
+HOST_MS = 1.0  # of a reduction: the target
+
+
+def reducer_of(label: str) -> Reducer:
+    """A reducer that reduces also with one rank."""
+    method, options, how = CELLS[label]
+    reducer = Reducer(build(method, **options), **how)
+    reducer.world = 2  # with one rank a reducer is the identity; its collectives keep the group's size
+    return reducer
+
+
+def alone(world: World, label: str) -> Row:
+    """An all-reduce of all parameters: its time, the host's, the GPU's kernels and the bytes of its message."""
+    gc.collect()
+    reducer = reducer_of(label)
+    shapes = [(name, tuple(p.shape)) for name, p in causal.build(PRESET, VOCABULARY, LENGTH, 0).named_parameters()]
+    layout = Layout.dim0(shapes, world.world_size)
+    flat = torch.randn(layout.numel, device=world.device)
+    reducer.prepare("all_reduce", layout.numel)
+    if reducer.algorithm == "gather":
+        reducer.algorithm = "exchange"  # both phases, as with more ranks
+    reduction = getattr(reducer._reduction, MEAN["all_reduce"])
+
+    def once() -> tuple[float, float]:
+        synchronize()
+        began = time.perf_counter()
+        reduction(flat, layout)
+        host = time.perf_counter() - began
+        synchronize()
+        return 1e3 * host, 1e3 * (time.perf_counter() - began)
+
+    turns = [once() for _ in range(2 + STEPS)][2:]
+    counts = reducer._reduction.codec.plan(layout, "scatter").whole.total
+    found: Row = {"host_ms": median(host for host, _ in turns), "ms": median(whole for _, whole in turns)}
+    if DEVICE == "cuda":
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            reduction(flat, layout)
+            synchronize()
+        kernels = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+        found |= {"kernels": len(kernels), "kernels_ms": 1e-3 * sum(event.device_time for event in kernels)}
+    if reducer.algorithm == "exchange" and counts is not None:
+        saved = 4 * layout.numel - counts  # per rank at W = 2, of both phases
+        found |= {"bytes": counts, "pays_below_gbit_s": 8e-6 * saved / found["ms"]}
+    return found
+
+
+def stepped(world: World, strategy: str, label: str | None) -> Row:
+    """Steps of a wrapped model that reduces, or does not."""
+    reducer = reducer_of(label) if label else None
+    trainee = Trainee(BATCH, world, strategy=strategy, reducer=reducer)
+    with precision("bf16") as context:
+        turns = []
+        for _turn in range(3 + STEPS):
+            synchronize()
+            began = time.perf_counter()
+            trainee.step(context)
+            synchronize()
+            turns.append(1e3 * (time.perf_counter() - began))
+    return {"step_ms": median(turns[3:])}
+
+
+def main() -> int:
+    """Measure reductions by themselves, then inside of steps."""
+    part = Part("reduction")
+    ranks = Ranks(lambda: group(1, "auto", DEVICE))
+
+    def ask(name: str, task: Callable[..., Row], *arguments: Any) -> Row | None:
+        return part.measure(name, lambda: ranks.run(part.at_most(30), task, *arguments)[0])
+
+    labels = list(CELLS)[:4] if SMALL else list(CELLS)
+    for label in labels:
+        found = ask(f"{label} alone", alone, label)
+        if label in ("int8", "bf16", "signsgd") and not SMALL:
+            part.target(f"{label} alone, host, ms", found and found["host_ms"], HOST_MS)
+    for strategy in ("ddp", "fsdp2"):
+        bare = ask(f"{strategy}, unhooked", stepped, strategy, None)
+        for label in labels if strategy == "ddp" else ("none", "int8", "onebit, error feedback"):
+            found = ask(f"{strategy}, {label}", stepped, strategy, label)
+            whole = part.row(f"{label} alone")
+            if found and bare and whole:
+                found["exposed_ms"] = found["step_ms"] - bare["step_ms"]
+                found["hidden"] = 1 - found["exposed_ms"] / whole["ms"]
+    ranks.end()
+    return part.finish(
+        ["ms", "host_ms", "kernels", "kernels_ms", "bytes", "pays_below_gbit_s", "step_ms", "exposed_ms", "hidden"]
+    )
+
+
+if __name__ == "__main__":
+    run(main)
