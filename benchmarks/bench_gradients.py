@@ -155,7 +155,10 @@ def projection_jobs(args: argparse.Namespace, names: Sequence[str]) -> dict[str,
     for name in names:
         projector = projections.build(name, shapes, 0)
         jobs[name] = lambda projector=projector: projector.project(stack, [args.dim])
-    tile = torch.randn(max(1, projections.matrices.TILE // args.dim), args.dim, device=args.device)
+    width = (
+        2**16 if args.device == "cuda" else max(1, projections.matrices.TILE // args.dim)
+    )  # a GPU starts few products
+    tile = torch.randn(min(width, numel), args.dim, device=args.device)
 
     def product() -> None:
         for first in range(0, numel - len(tile) + 1, len(tile)):

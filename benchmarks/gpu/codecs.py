@@ -27,7 +27,14 @@ DETERMINISTIC = ("int8", "fp8", "onebit", "signsgd")
 FUSED = (*DETERMINISTIC, "natural", "terngrad", "qsgd")
 TARGETS = {name: 1.3 if name in DETERMINISTIC else 1.6 for name in FUSED}
 BIT_BY_BIT = 2**20  # most elements for Elias codes, which are written on the host
-UNUSED = ("sketch", "gradiveq", "bins", "dcttopk", "hadamard")  # slow plain forms that nobody runs at such sizes
+UNUSED = (
+    "sketch",
+    "gradiveq",
+    "bins",
+    "dcttopk",
+    "hadamard",
+    "entropy",
+)  # slow plain forms that nobody runs at such sizes
 
 
 def title(name: str, options: dict[str, Any]) -> str:

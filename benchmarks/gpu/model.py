@@ -19,8 +19,10 @@ from torch import Tensor, nn
 
 from gradwire.comm import parallel
 from gradwire.comm.collectives import Reducer
+from gradwire.comm.collectives.queue import Handle
 from gradwire.comm.collectives.world import World
 from gradwire.comm.compressors import build
+from gradwire.comm.parallel.strategy import strategy_of
 from gradwire.lm.models import causal
 
 PRESET, VOCABULARY, LENGTH = ("micro", 512, 64) if SMALL else ("62m", 50257, 1024)
@@ -56,6 +58,8 @@ class Trainee:
             parallel.compile_blocks(model)
         if world is not None:
             model = parallel.wrap(model, wrapping["strategy"], self.reducer, device=world.device)
+            if self.reducer is not None:
+                strategy_of(model).hook(model, self.reducer)  # wrap hooks no reducer of one rank
         self.model = model
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=DEVICE == "cuda")
         generator = torch.Generator().manual_seed(0)
@@ -65,7 +69,11 @@ class Trainee:
         """The mean over the targets, as the training loop has it: logits in float32."""
         with context():
             logits = self.model(self.batch, use_cache=False).logits
-        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), self.batch[:, 1:].flatten())
+        return self.cross_entropy(logits, self.batch)
+
+    def cross_entropy(self, logits: Tensor, batch: Tensor) -> Tensor:
+        """Of each token after the first."""
+        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), batch[:, 1:].flatten())
 
     def step(self, context: Callable[[], AbstractContextManager[Any]]) -> None:
         """Forward, backward, the reduction, the optimizer."""
@@ -82,6 +90,24 @@ class Trainee:
         return 6 * (self.numel - positions) + 12 * self.config.n_layer * self.config.n_embd * LENGTH
 
 
+class OfOne(Reducer):
+    """A reducer that encodes, exchanges and decodes with one rank, where others are the identity."""
+
+    def _begin(self, *arguments: Any) -> Handle:
+        return self._as_two(super()._begin, *arguments)
+
+    def finish(self, *arguments: Any, **options: Any) -> bool:
+        """End the step."""
+        return self._as_two(super().finish, *arguments, **options)
+
+    def _as_two(self, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        self.world = 2
+        try:
+            return call(*arguments, **options)
+        finally:
+            self.world = 1
+
+
 def peaks(_: None) -> Row:
     """FLOPs per second of a large square product by precision."""
     found: Row = {}
@@ -95,12 +121,14 @@ def peaks(_: None) -> Row:
 
 
 def bare(_: None, mode: str, batch_size: int, compiled: str = "") -> Row:
-    """Steps of the model without any wrapper; its blocks, or the model and its loss, may be compiled."""
+    """Steps of the model without a wrapper; ``compiled`` may be blocks, loss, both, or model: all of it in one graph."""
     trainee = Trainee(batch_size)
     backend = {"backend": "eager"} if SMALL else {}
-    if compiled == "blocks":
+    if "blocks" in compiled:
         parallel.compile_blocks(trainee.model)
-    elif compiled:
+    if "loss" in compiled:
+        trainee.cross_entropy = torch.compile(trainee.cross_entropy, **backend)  # type: ignore[method-assign]
+    if compiled == "model":
         trainee.loss = torch.compile(trainee.loss, **backend)  # type: ignore[method-assign]
     with precision(mode) as context:
         began = time.perf_counter()
@@ -122,10 +150,10 @@ def speed(trainee: Trainee, ms: float, batch_size: int) -> Row:
 
 def wrapped(world: World, strategy: str, method: str | None, batch_size: int, compiled: bool = False) -> Row:
     """Steps of a wrapped model in bfloat16, with a reducer or without."""
-    reducer = Reducer(build(method)) if method else None
-    if reducer is not None:
-        reducer.world = 2  # with one rank a reducer is the identity; its collectives keep the group's size
+    reducer = OfOne(build(method)) if method else None
     trainee = Trainee(batch_size, world, strategy=strategy, reducer=reducer, compiled=compiled)
+    if compiled:
+        trainee.cross_entropy = torch.compile(trainee.cross_entropy)  # type: ignore[method-assign]
     with precision("bf16") as context:
         ms = milliseconds(lambda: trainee.step(context), STEPS, warmup=3)
     return speed(trainee, ms, batch_size)
@@ -144,12 +172,11 @@ def main() -> int:
 
     peak = ask("peak of a square product", single, 40, peaks)
     ask("bf16", single, 60, bare, "bf16", BATCH)
-    for compiled in ("model and loss",) if SMALL else ("blocks", "model and loss"):
+    for compiled in ("loss",) if SMALL else ("blocks", "blocks and loss", "model"):
         ask(f"bf16, compiled {compiled}", single, 60, bare, "bf16", BATCH, compiled, optional=True)
+    name = "ddp int8, bf16, compiled blocks and loss"
+    ask(name, member, 60, wrapped, "ddp", "int8", BATCH, not SMALL, optional=True)
     for strategy in ("ddp", "fsdp2"):
-        ask(
-            f"{strategy} int8, bf16, compiled blocks", member, 60, wrapped, strategy, "int8", BATCH, True, optional=True
-        )
         ask(f"{strategy}, bf16", member, 40, wrapped, strategy, None, BATCH)
     for mode in ("tf32", "fp32"):
         ask(f"{mode}", single, 60, bare, mode, BATCH)

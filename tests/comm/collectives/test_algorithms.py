@@ -226,3 +226,87 @@ def test_a_lossless_stage_changes_the_bytes_and_no_bit_of_the_mean(world, size, 
     for (plain, sent), (coded, fewer) in world(size).run(with_and_without_a_code, name, kind, algorithm):
         assert all(torch.equal(one, other) for one, other in zip(plain, coded, strict=True))
         assert fewer < 0.95 * sent
+
+
+# Layers repeat their shapes. A bias lies between matrices, one matrix is too small to be compressed.
+LAYERS = [
+    ("a", (9, 14)),
+    ("bias", (5,)),
+    ("b", (9, 14)),
+    ("c", (14, 9)),
+    ("d", (9, 14)),
+    ("small", (2, 3)),
+    ("e", (14, 9)),
+]
+
+
+def layer_gradients(rank, step):
+    return {
+        name: torch.randn(shape, generator=torch.Generator().manual_seed(1000 * step + 100 * rank + ord(name[0])))
+        + 0.01
+        for name, shape in LAYERS
+    }
+
+
+def at_once_and_one_by_one(rank, world, group, kind, method, options):
+    """Means, residuals and bytes of a few steps: of one buffer, and of a buffer and a reducer for each parameter."""
+    whole = Layout.dim0(LAYERS, world)
+    reducer = Reducer(build(**method), group, **options)
+    alone = {
+        name: (Layout.dim0([(name, shape)], world), Reducer(build(**method), group, **options))
+        for name, shape in LAYERS
+    }
+    means = []
+    for step in range(4):
+        given = layer_gradients(rank, step)
+        if step == 2 and rank == 0:
+            given["b"][3, 4] = math.inf
+        mean = getattr(reducer, kind)(whole.pack(given), whole)
+        reducer.finish()
+        expected = torch.zeros_like(mean)
+        for name, (layout, single) in alone.items():
+            part = getattr(single, kind)(layout.pack(given), layout)
+            single.finish()
+            for piece, source in zip(whole.parameters[name], layout.parameters[name], strict=True):
+                if kind == "all_reduce":
+                    expected[piece.place] = part[source.place]
+                elif piece.row == rank:
+                    expected[whole.place_in_row(piece)] = part[layout.place_in_row(source)]
+        means.append((mean, expected))
+    singles = [single for _, single in alone.values()]
+    residuals = [
+        {key: feedback.residual for each in reducers for key, feedback in each.codec._feedbacks.items()}
+        for reducers in ([reducer], singles)
+    ]
+    dropped = reducer.codec.residuals_dropped, sum(single.codec.residuals_dropped for single in singles)
+    sent = reducer.traffic["sent"], sum(single.traffic["sent"] for single in singles)
+    return means, residuals, dropped, sent
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("method", "feedback", "size"),
+    [
+        ({"name": "powersgd", "rank": 2}, True, 2),
+        ({"name": "powersgd", "rank": 2}, True, 3),
+        ({"name": "bf16"}, False, 2),  # of more ranks the sums are rounded in another order
+        ({"name": "fp16"}, True, 2),
+        ({"name": "none"}, False, 3),
+    ],
+    ids=str,
+)
+def test_parameters_that_are_reduced_at_once_have_the_means_of_each_alone(world, method, feedback, size, kind):
+    options = {"algorithm": "native", "error_feedback": feedback, "nonfinite": "skip"}
+    results = world(size).run(at_once_and_one_by_one, kind, method, options)
+    for means, (residuals, expected), (dropped, dropped_alone), _ in results:
+        for mean, of_each in means:
+            torch.testing.assert_close(mean, of_each, rtol=1e-4, atol=5e-6, equal_nan=True)
+        assert {key[0] for key in residuals} == (
+            {"a", "b", "c", "d", "e"} if method["name"] == "powersgd" else {name for name, _ in LAYERS if feedback}
+        )
+        assert residuals.keys() == expected.keys() and dropped == dropped_alone
+        for key, residual in residuals.items():
+            torch.testing.assert_close(residual, expected[key], rtol=1e-4, atol=5e-6)
+    assert any(dropped for _, _, (dropped, _), _ in results) == feedback
+    at_once, one_by_one = (sum(result[-1][way] for result in results) for way in (0, 1))
+    assert 0 < at_once <= one_by_one  # which pads the rows of each parameter

@@ -39,7 +39,7 @@ def test_the_cuda_form_has_the_plain_forms_bytes(name, options, shape):
 FORMS = [(257,), (7, 11), (0,), (1,), (5003,), (64, 65)]
 
 
-@pytest.mark.filterwarnings("ignore:invalid value")
+@pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow encountered")
 @pytest.mark.parametrize(
     "apart", [pytest.param(True, id="scattered"), pytest.param(False, id="aligned", marks=pytest.mark.sweep)]
 )

@@ -99,9 +99,9 @@ def multiply(
         value -= high.to(tl.float32)
         middle = value.to(PART)
         low = (value - middle.to(tl.float32)).to(PART)
-        total = tl.dot(sign, high, total)
-        total = tl.dot(sign, middle, total)
-        total = tl.dot(sign, low, total)
+        part = tl.dot(sign, low)
+        part = tl.dot(sign, middle, part)
+        total += tl.dot(sign, high, part)  # tensor cores truncate the sums that they keep, so these stay short
     out = tl.program_id(0) * WORDS * WORD + tl.arange(0, WORDS * WORD)
     places = partial + (tl.program_id(1) * samples + row[None, :]) * dim + out[:, None]
     tl.store(places, total, mask=(out < dim)[:, None] & (row < samples)[None, :])

@@ -154,7 +154,7 @@ class Sjlt(Projector):
     def add_values(self, sums: Tensor, dims: Sequence[int], name: str, values: Tensor) -> None:
         """Add a parameter's gradients to the slots."""
         turns = self.rotations(name, values.device)
-        if (kernels := fused(values)) is not None:
+        if self.sizes[name] > SLOTS and (kernels := fused(values)) is not None:
             kernels.add_turned(sums, values, turns, hashing.key(self.seed, f"{name} sjlt"))
             return
         for (begin, end), turned in zip(tiles(values.shape[1], SLOTS), turns.tolist(), strict=True):

@@ -95,7 +95,7 @@ class Training(Strict):
     precision: Precision = Field("fp32", description="of the forward pass; bf16: autocast, with float32 weights")
     gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass")
     bucket_mb: float = Field(25.0, ge=0, description="MiB of a bucket of ddp and bucket; smaller if that makes four")
-    compile: bool = Field(False, description="compile the model's blocks with torch.compile")
+    compile: bool = Field(False, description="compile the model's blocks and the loss with torch.compile")
     dp_max_grad_norm: float | None = Field(
         None, gt=0, description="train privately (DP-SGD): largest norm of a sample's gradient; larger ones are clipped"
     )

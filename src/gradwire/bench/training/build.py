@@ -104,7 +104,11 @@ def build(settings: Settings, split: Shards, world: World) -> tuple[Parts, Outco
         numel=sum(p.numel() for p in model.parameters() if p.requires_grad),
         memory=PeakMemory(world.device),
     )
-    objective = Private(model, training, settings.seed, world) if training.private else Plain(training.precision)
+    objective = (
+        Private(model, training, settings.seed, world)
+        if training.private
+        else Plain(training.precision, compiled=training.compile)
+    )
     if training.private:
         outcome.guarantee = guarantee(training, cell, len(split), world.world_size)
     matrices = {name for name, p in model.named_parameters() if p.ndim >= 2}

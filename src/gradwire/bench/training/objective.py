@@ -67,12 +67,16 @@ def loss_sum(model: nn.Module, batch: Batch) -> Tensor:
 
     Samples are right-padded and attention is causal, so no target sees padding and no attention mask is needed.
     """
-    logits = model(batch.input_ids, use_cache=False).logits  # [B, T, vocabulary]
-    predicted, labels = logits[:, :-1].flatten(0, 1).float(), batch.labels[:, 1:].flatten()
-    if batch.weights is None:
-        return F.cross_entropy(predicted, labels, ignore_index=-100, reduction="sum")
-    losses = F.cross_entropy(predicted, labels, ignore_index=-100, reduction="none")
-    return (losses * batch.weights[:, 1:].flatten()).sum()
+    return cross_entropy(model(batch.input_ids, use_cache=False).logits, batch.labels, batch.weights)
+
+
+def cross_entropy(logits: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
+    """Sum of the weighted cross-entropy in float32: of logits [B, T, vocabulary], labels [B, T] and weights [B, T]."""
+    predicted, targets = logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten()
+    if weights is None:
+        return F.cross_entropy(predicted, targets, ignore_index=-100, reduction="sum")
+    losses = F.cross_entropy(predicted, targets, ignore_index=-100, reduction="none")
+    return (losses * weights[:, 1:].flatten()).sum()
 
 
 @torch.no_grad()
@@ -102,13 +106,15 @@ class Plain:
     Args:
         precision: ``fp32``; or ``bf16``: the forward pass runs under autocast, with float32 weights. The loss and the
             gradients of the weights are float32 in both.
+        compiled: Compile the cross-entropy: its passes over the logits, the largest tensors of a step, become few.
     """
 
     passes = 1
     """Forward and backward passes over a micro-batch."""
 
-    def __init__(self, precision: Precision = "fp32") -> None:
+    def __init__(self, precision: Precision = "fp32", *, compiled: bool = False) -> None:
         self.precision = precision
+        self._cross_entropy = torch.compile(cross_entropy) if compiled else cross_entropy
 
     def begin(self, model: nn.Module, micro_batches: Sequence[Batch], step: int) -> None:
         """Prepare the step from its micro-batches, before the first forward pass."""
@@ -127,7 +133,9 @@ class Plain:
             batch.input_ids.device.type, torch.bfloat16, enabled=self.precision == "bf16", cache_enabled=False
         )
         with mixed:
-            loss = loss_sum(model, batch) / n_targets.clamp(min=1)  # a step may have prompts alone
+            logits = model(batch.input_ids, use_cache=False).logits  # [B, T, vocabulary]
+            # a step may have prompts alone
+            loss = self._cross_entropy(logits, batch.labels, batch.weights) / n_targets.clamp(min=1)
         return loss, loss.detach()
 
     def totals(self) -> list[Tensor]:

@@ -9,18 +9,20 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from gradwire.comm.closed_forms import total_bytes
 from gradwire.comm.collectives import ops
-from gradwire.comm.collectives.codec import Codec
+from gradwire.comm.collectives.codec import Codec, counted
 from gradwire.comm.collectives.layout import FLOAT32, Kind, Layout, Piece, Plan, Sizes
 from gradwire.comm.collectives.meter import Meter
+from gradwire.comm.compressors.base import Compressor
 from gradwire.comm.compressors.feedback import Feedback
-from gradwire.comm.compressors.rounds import Ask, Context, Rounds
+from gradwire.comm.compressors.rounds import Ask, Context, Rounds, State
+from gradwire.comm.compressors.segments import Segments
 
 T = TypeVar("T")
 
@@ -144,24 +146,87 @@ class Gather(Algorithm):
         return None if total is None else total_bytes("all_gather", world * total, world)
 
 
-class Talk(NamedTuple):
-    """The state of one parameter's rounds.
+class Run(NamedTuple):
+    """``x.flatten()[first:first + numel]`` is ``flat[start:start + numel]``, in one row."""
+
+    row: int
+    start: int
+    first: int
+    numel: int
+
+
+class Group(NamedTuple):
+    """Parameters that a compressor's rounds take at once.
 
     Attributes:
-        pieces: The parameter's pieces, in the order of its elements.
-        rounds: The compressor's generator.
-        bad: Whether this rank's gradient is not finite: uint8 [1].
-        feedback: Its error feedback; None if there is none.
+        compressor: The compressor.
+        parameters: The parameters, each as one piece.
+        form: The shape of x: a parameter's; [parameters, n, m] of stacked matrices; a vector of joined parameters.
+        runs: The buffer's elements, in the order of x.
+        feedback: Whether what is not sent is kept.
+        joined: Whether x is a vector of several parameters, whose rounds keep nothing.
     """
 
-    pieces: tuple[Piece, ...]
-    rounds: Rounds
-    bad: Tensor
-    feedback: Feedback | None
+    compressor: Compressor
+    parameters: tuple[Piece, ...]
+    form: tuple[int, ...]
+    runs: tuple[Run, ...]
+    feedback: bool
+    joined: bool
 
-    def piece(self, row: int) -> Piece | None:
-        """Return the parameter's piece in a row."""
-        return next((piece for piece in self.pieces if piece.row == row), None)
+    @classmethod
+    def of(cls, compressor: Compressor, parameters: Sequence[tuple[Piece, ...]], feedback: bool, joined: bool) -> Group:
+        """Put the pieces of parameters one after the other; those of joined ones in the buffer's order."""
+        pieces = [piece for parameter in parameters for piece in parameter]
+        if joined:
+            pieces.sort(key=lambda piece: piece.start)
+        runs: list[Run] = []
+        first = 0
+        for piece in pieces:
+            last = runs[-1] if runs else None
+            if last and last.row == piece.row and last.start + last.numel == piece.start:
+                runs[-1] = last._replace(numel=last.numel + piece.numel)
+            else:
+                runs.append(Run(piece.row, piece.start, first, piece.numel))
+            first += piece.numel
+        wholes = tuple(map(whole, parameters))
+        alone = wholes[0].form if len(wholes) == 1 else (len(wholes), *wholes[0].form)
+        return cls(compressor, wholes, (first,) if joined else alone, tuple(runs), feedback, joined)
+
+    def in_row(self, row: int) -> slice:
+        """Return the position in x of a row's elements, where they follow each other."""
+        runs = [run for run in self.runs if run.row == row]
+        return slice(runs[0].first, runs[-1].first + runs[-1].numel) if runs else slice(0, 0)
+
+    def taken(self, flat: Tensor) -> Tensor:
+        """Return x, float32 [parameters, numel], of joined parameters [1, numel]; it may share the buffer's memory."""
+        parts = [flat[run.start : run.start + run.numel] for run in self.runs]
+        values = (parts[0] if len(parts) == 1 else torch.cat(parts)).to(torch.float32)
+        return values.view(1 if self.joined else len(self.parameters), -1)
+
+
+class Talk(NamedTuple):
+    """The state of a group's rounds.
+
+    Attributes:
+        group: The group.
+        rounds: The compressor's generator.
+        x: This rank's values, with residuals added: float32 [parameters, numel].
+        bad: Whether a parameter's gradient is not finite: uint8 [parameters].
+        feedbacks: Each parameter's error feedback.
+        residual: Their residuals, as x.
+        states: What the compressor keeps of each parameter.
+        state: The same, stacked.
+    """
+
+    group: Group
+    rounds: Rounds
+    x: Tensor
+    bad: Tensor
+    feedbacks: list[Feedback]
+    residual: Tensor | None
+    states: list[State]
+    state: State
 
 
 class Native(Algorithm):
@@ -173,17 +238,24 @@ class Native(Algorithm):
     def mean_of_row(self, flat: Tensor, layout: Layout) -> Tensor:
         """Return this rank's row; if a compressor reduces by rows, only that part is summed."""
         out = torch.zeros(layout.row_numel, dtype=torch.float32, device=flat.device)
-        for talk, mean in self._means(flat, layout, "reduce_scatter"):
-            if piece := talk.piece(self.ranks.rank):
-                out[layout.place_in_row(piece)] = mean if mean.numel() == piece.numel else mean[piece.source]
+        for group, mean in self._means(flat, layout, "reduce_scatter"):
+            mine = group.in_row(self.ranks.rank)
+            first = mine.start if mean.numel() == mine.stop - mine.start else 0  # that part, or all
+            for run in group.runs:
+                if run.row == self.ranks.rank:
+                    start = run.start - run.row * layout.row_numel
+                    out[start : start + run.numel] = mean[run.first - first : run.first - first + run.numel]
         return out
 
     def mean_everywhere(self, flat: Tensor, layout: Layout) -> Tensor:
         """Return the whole buffer."""
+        means = self._means(flat, layout, "all_reduce")
+        if len(means) == 1 and means[0][1].numel() == layout.numel:
+            return means[0][1]
         out = torch.zeros(layout.numel, dtype=torch.float32, device=flat.device)
-        for talk, mean in self._means(flat, layout, "all_reduce"):
-            for piece in talk.pieces:
-                out[piece.place] = mean[piece.source]
+        for group, mean in means:
+            for run in group.runs:
+                out[run.start : run.start + run.numel] = mean[run.first : run.first + run.numel]
         return out
 
     def closed_form(self, layout: Layout, kind: Kind) -> int | None:
@@ -203,10 +275,31 @@ class Native(Algorithm):
         )
         return by_row + total_bytes("all_reduce", summed, world) + total_bytes("all_gather", world * gathered, world)
 
-    def _means(self, flat: Tensor, layout: Layout, kind: Kind) -> list[tuple[Talk, Tensor]]:
-        """Return every parameter's mean as a vector: whole, or this rank's part if its compressor reduces by rows."""
+    def _groups(self, layout: Layout) -> list[Group]:
+        """Return what rounds take at once: joined or stacked parameters, or one."""
+        together: defaultdict[tuple[Any, ...], list[tuple[Piece, ...]]] = defaultdict(list)
+        for pieces in layout.parameters.values():
+            parameter = whole(pieces)
+            compressor, form = self.codec.of(parameter, "scatter"), parameter.form
+            feedback = self.codec.options.feedback is not None and compressor.compresses(form)
+            feedback = feedback and compressor is not FLOAT32
+            joined = compressor.elementwise(form) and not feedback
+            alike = None if joined else form if compressor.stacks(form) else parameter.name
+            together[compressor, feedback, joined, alike].append(pieces)
+        return [
+            Group.of(compressor, parameters, feedback, joined)
+            for (compressor, feedback, joined, _), parameters in together.items()
+        ]
+
+    def _means(self, flat: Tensor, layout: Layout, kind: Kind) -> list[tuple[Group, Tensor]]:
+        """Return every group's mean as a vector: whole, or this rank's part if its compressor reduces by rows."""
+        batches = self.codec.plan(layout, "scatter").whole.batches
+        if not batches:
+            return []
+        kept = batches[0].segments
         with self.ranks.meter.span("encode", "codec", device=flat.device):
-            talks = [self._begun(flat, pieces) for pieces in layout.parameters.values()]
+            groups = kept.derive("groups", lambda: self._groups(layout))
+            talks = [self._begun(flat, group, kept, i) for i, group in enumerate(groups)]
             waiting = {i: next(talk.rounds) for i, talk in enumerate(talks)}
         means: dict[int, Tensor] = {}
         while waiting:
@@ -219,41 +312,64 @@ class Native(Algorithm):
                     except StopIteration as stop:
                         mean, sent = stop.value
                         means[i] = mean.reshape(-1)
-                        self._update(talks[i], sent.reshape(-1))
-        return [(talk, means[i]) for i, talk in enumerate(talks)]
+                        self._update(talks[i], sent)
+        return [(talk.group, means[i]) for i, talk in enumerate(talks)]
 
-    def _begun(self, flat: Tensor, pieces: tuple[Piece, ...]) -> Talk:
-        """Start a parameter's rounds, with its residual added."""
-        codec, parameter, feedback = self.codec, whole(pieces), None
-        compressor = codec.of(parameter, "scatter")
-        values = torch.cat([flat[piece.place] for piece in pieces]).to(torch.float32)
-        if codec.options.feedback is not None and compressor is not FLOAT32:
-            feedback = codec.feedback(parameter, "scatter", flat.device)
-            values = feedback.compensate(values)
-        bad = compressor.not_representable(values).to(torch.uint8).view(1)
-        codec.note(bad)
-        codec.count(compressor, parameter.form)
-        state = codec.state(parameter.name, parameter.form) if compressor is codec.schedule.at(codec.step) else {}
-        context = Context(parameter.name, parameter.form, codec.step, self.ranks.world, codec.seed)
-        return Talk(pieces, compressor.rounds(values.view(parameter.form), state, context), bad, feedback)
+    def _begun(self, flat: Tensor, group: Group, kept: Segments, number: int) -> Talk:
+        """Start a group's rounds, with residuals added."""
+        codec, compressor, parameters = self.codec, group.compressor, group.parameters
+        x, feedbacks, residual = group.taken(flat), list[Feedback](), None
+        if group.feedback:
+            shape = x.shape
+            feedbacks = [codec.feedback(parameter, "scatter", flat.device) for parameter in parameters]
+            key = "residual", number, flat.device
+            in_place = feedbacks[0].in_place
+            residual = kept.derive(key, lambda: x.new_zeros(shape)) if in_place else x.new_zeros(shape)
+            for feedback, part in zip(feedbacks, residual, strict=True):
+                feedback.open(part)
+            x = residual + x
+        bad = compressor.rows_not_representable(x).to(torch.uint8)
+        codec.note(bad.amax(0, keepdim=True))
+        for parameter in parameters:
+            codec.counts.update(counted(compressor, parameter.form))
+        states = list[State]()
+        if compressor is codec.schedule.at(codec.step):
+            for parameter in parameters:
+                codec.meet(parameter.name, "scatter")
+            if not group.joined:
+                states = [codec.state(parameter.name, parameter.form) for parameter in parameters]
+        state = states[0] if len(states) == 1 else stacked(states)
+        context = Context(parameters[0].name, parameters[0].form, codec.step, self.ranks.world, codec.seed)
+        rounds = compressor.rounds(x.view(group.form), state, context)
+        return Talk(group, rounds, x, bad, feedbacks, residual, states, state)
 
     def _update(self, talk: Talk, sent: Tensor) -> None:
-        """Keep what of a compensated parameter was not sent."""
-        if talk.feedback is not None:
-            bad = talk.bad | FLOAT32.not_representable(sent)  # what PowerSGD sends depends on the other ranks too
-            talk.feedback.update(sent)
-            talk.feedback.drop(where=bad)
-            self.codec.note_dropped(bad)
+        """Keep the compressor's state, and what of compensated parameters was not sent."""
+        if len(talk.states) > 1:
+            for key, values in talk.state.items():
+                for state, part in zip(talk.states, values, strict=True):
+                    state[key] = part
+        if talk.residual is None:
+            return
+        sent = sent.reshape(talk.x.shape)
+        bad = talk.bad | FLOAT32.rows_not_representable(sent)  # what PowerSGD sends depends on the other ranks too
+        torch.sub(talk.x, sent, out=talk.residual).masked_fill_(bad.to(torch.bool)[:, None], 0)
+        for feedback, error, flag in zip(talk.feedbacks, talk.residual, bad.split(1), strict=True):
+            feedback.close(error, flag)
+        self.codec.note_dropped(bad.sum(0, keepdim=True))
 
     def _answers(self, talks: Sequence[Talk], asks: dict[int, Ask], kind: Kind) -> dict[int, Tensor]:
-        """Return the answers to the parameters' requests, with one collective per operation and dtype."""
-        groups: defaultdict[tuple[str, torch.dtype, bool], list[int]] = defaultdict(list)
+        """Return the answers to the groups' requests, with one collective per operation and dtype."""
+        alike: defaultdict[tuple[str, torch.dtype, bool], list[int]] = defaultdict(list)
         for i, ask in asks.items():
-            groups[ask.op, ask.tensor.dtype, ask.rows and kind == "reduce_scatter"].append(i)
+            alike[ask.op, ask.tensor.dtype, ask.rows and kind == "reduce_scatter"].append(i)
         answers: dict[int, Tensor] = {}
-        for (op, _, by_row), members in groups.items():
+        for (op, _, by_row), members in alike.items():
             tensors = [asks[i].tensor for i in members]
-            received = self._sum_rows([talks[i] for i in members], tensors) if by_row else self._fused(op, tensors)
+            if by_row:
+                received = self._sum_rows([talks[i].group for i in members], tensors)
+            else:
+                received = self._fused(op, tensors)
             answers.update(zip(members, received, strict=True))
         return answers
 
@@ -269,19 +385,16 @@ class Native(Algorithm):
         answers = fused.split([tensor.numel() for tensor in tensors], dim=-1)
         return [answer.reshape(*leading, *tensor.shape) for answer, tensor in zip(answers, tensors, strict=True)]
 
-    def _sum_rows(self, talks: Sequence[Talk], tensors: Sequence[Tensor]) -> list[Tensor]:
+    def _sum_rows(self, groups: Sequence[Group], tensors: Sequence[Tensor]) -> list[Tensor]:
         """Reduce-scatter tensors in one collective, padded to the longest row; return this rank's parts as vectors."""
         group, world, rank, meter = self.ranks
-        numels = [[piece.numel if (piece := talk.piece(row)) else 0 for talk in talks] for row in range(world)]
+        places = [[of.in_row(row) for of in groups] for row in range(world)]
+        numels = [[place.stop - place.start for place in row] for row in places]
         longest = max(map(sum, numels))
         buffer = torch.zeros((world, longest), dtype=tensors[0].dtype, device=tensors[0].device)
-        for row in range(world):
-            parts = [
-                tensor.reshape(-1)[piece.source]
-                for talk, tensor in zip(talks, tensors, strict=True)
-                if (piece := talk.piece(row))
-            ]
-            buffer[row, : sum(numels[row])] = torch.cat([buffer[row, :0], *parts])
+        for row, slices in enumerate(places):
+            parts = [tensor.reshape(-1)[place] for tensor, place in zip(tensors, slices, strict=True)]
+            buffer[row, : sum(numels[row])] = torch.cat(parts)
         lacking = sum(longest - sum(row) for index, row in enumerate(numels) if index != rank)
         self.codec.counts["padding"] += lacking * buffer.element_size()
         received = ops.reduce_scatter(buffer, group, "payload", meter)
@@ -289,6 +402,12 @@ class Native(Algorithm):
 
 
 ALGORITHMS: dict[str, type[Algorithm]] = {"exchange": Exchange, "gather": Gather, "native": Native}
+
+
+def stacked(states: Sequence[State]) -> State:
+    """Stack the states of several parameters, which have the same keys."""
+    keys = states[0] if states else ()
+    return {key: torch.stack([state[key] for state in states]) for key in keys}
 
 
 def whole(pieces: tuple[Piece, ...]) -> Piece:

@@ -10,7 +10,7 @@ import hashlib
 import math
 import warnings
 from collections import Counter
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -28,6 +28,21 @@ from gradwire.comm.compressors.segments import Segments
 
 Phase = Literal["scatter", "gather"]  # every rank's gradients to the owners; the owners' means to every rank
 Key = tuple[str, Phase, int]  # a parameter, a phase, and where the piece begins in the parameter
+
+
+def counted(compressor: Compressor, form: tuple[int, ...], wire: Tensor | None = None) -> Counter[str]:
+    """Count the elements of a tensor: those given, those sent as float32 all the same, and those chosen."""
+    counts = Counter[str]()
+    if compressor is FLOAT32:
+        return counts
+    numel = math.prod(form)
+    counts["encoded_elements"] += numel
+    if not compressor.compresses(form):
+        counts.update(fallbacks=1, fallback_elements=numel)
+    chosen = compressor.sent_elements(form, wire)
+    if chosen is not None:
+        counts.update(chosen_elements=chosen, sparse_elements=numel)
+    return counts
 
 
 class Codec:
@@ -108,55 +123,86 @@ class Codec:
     ) -> tuple[Tensor, Segments]:
         """Encode a batch into the message, or where a size depends on the data into a separate wire."""
         compressor, device = batch.compressor, flat.device
-        generators = [self._generator(group[0].name, phase, device) for group in batch.pieces]
         flags = torch.zeros(len(batch.segments), dtype=torch.uint8, device=device)
         fed_back = compressor is not FLOAT32 and self.options.feedback is not None
-        residual = self._residual(batch, phase, device) if fed_back else None
+        feedbacks = self._feedbacks_of(batch, phase, device) if fed_back else []
+        residual = self._residual(batch, phase, feedbacks) if feedbacks else None
         wire, segments = compressor.encode_many(
             batch.values(flat),
             batch.segments,
             message if batch.segments.fixed and message.numel() else None,
-            generators=generators,
+            generators=self._generators_of(batch, phase, device),
             flags=flags,
             residual=residual,
         )
         if residual is not None:
-            self._keep(residual, batch, phase, flags)
-        for group, segment in zip(batch.pieces, segments, strict=True):
-            encoding = wire[segment.bytes]
-            self.counts["index"] += copies(group[0].row) * compressor.index_bytes(encoding, segment.form)
-            self.count(compressor, segment.form, encoding)
+            self._keep(residual, batch, feedbacks, flags)
+        if segments.fixed:
+            self.counts.update(segments.derive(("counts", phase), lambda: self._counted(batch, segments, wire, copies)))
+        else:
+            self.counts.update(self._counted(batch, segments, wire, copies))
         self.note(flags.amax(0, keepdim=True))
         return wire, segments
 
-    def _residual(self, batch: Batch, phase: Phase, device: torch.device) -> Tensor:
+    def _counted(self, batch: Batch, segments: Segments, wire: Tensor, copies: Callable[[int], int]) -> Counter[str]:
+        """Count what a batch encodes, and the bytes of its places; of fixed sizes it is the same in each step."""
+        counts = Counter[str]()
+        for group, segment in zip(batch.pieces, segments, strict=True):
+            encoding = wire[segment.bytes]
+            counts["index"] += copies(group[0].row) * batch.compressor.index_bytes(encoding, segment.form)
+            counts.update(counted(batch.compressor, segment.form, encoding))
+        return counts
+
+    def _generators_of(self, batch: Batch, phase: Phase, device: torch.device) -> list[torch.Generator]:
+        """Return the generators of a batch's tensors."""
+        kept: dict[str, Any] = batch.segments.derive(("generators", phase, device), dict)
+        if kept.get("among") is not self._generators:  # they begin again with each state
+            of = [self._generator(group[0].name, phase, device) for group in batch.pieces]
+            if self._unmet:
+                return of
+            kept |= {"among": self._generators, "of": of}
+        return kept["of"]
+
+    def _residual(self, batch: Batch, phase: Phase, feedbacks: Sequence[Feedback]) -> Tensor:
         """Return the residuals of a batch as one tensor, laid out as its values.
 
         Those that are kept in place are parts of one tensor, which lives as long as the plan.
         """
-        feedbacks = [self.feedback(piece, phase, device) for group in batch.pieces for piece in group]
 
-        def zeros() -> Tensor:
-            return torch.zeros(batch.segments.numel, device=device)
+        def zeros() -> tuple[Tensor, list[Tensor]]:
+            residual = torch.zeros(batch.segments.numel, device=device)
+            return residual, [residual[place] for place in batch.elements]
 
-        residual = batch.segments.derive(("residual", phase, device), zeros) if feedbacks[0].in_place else zeros()
-        for feedback, place in zip(feedbacks, batch.elements, strict=True):
-            feedback.open(residual[place])
+        device, in_place = feedbacks[0].device, feedbacks[0].in_place
+        residual, parts = batch.segments.derive(("residual", phase, device), zeros) if in_place else zeros()
+        for feedback, part in zip(feedbacks, parts, strict=True):
+            feedback.open(part)
         return residual
 
-    def _keep(self, residual: Tensor, batch: Batch, phase: Phase, flags: Tensor) -> None:
+    def _keep(self, residual: Tensor, batch: Batch, feedbacks: Sequence[Feedback], flags: Tensor) -> None:
         """Keep the errors of an encoding, which are in the tensor from `_residual`, except those that are flagged."""
-        bad = [(piece, flag) for group, flag in zip(batch.pieces, flags.split(1), strict=True) for piece in group]
-        for (piece, flag), place in zip(bad, batch.elements, strict=True):
-            self._feedbacks[piece.name, phase, piece.at].close(residual[place], flag)
+        if not feedbacks[0].in_place:
+            bad = [flag for group, flag in zip(batch.pieces, flags.split(1), strict=True) for _ in group]
+            for feedback, flag, place in zip(feedbacks, bad, batch.elements, strict=True):
+                feedback.close(residual[place], flag)
         pieces = batch.segments.derive(
             ("pieces", flags.device), lambda: torch.tensor([len(group) for group in batch.pieces], device=flags.device)
         )
         self.note_dropped((flags * pieces).sum(0, keepdim=True))
 
+    def _feedbacks_of(self, batch: Batch, phase: Phase, device: torch.device) -> list[Feedback]:
+        """Return the error feedback of a batch's pieces."""
+        kept: dict[str, Any] = batch.segments.derive(("feedbacks", phase, device), dict)
+        if kept.get("among") is not self._feedbacks:
+            of = [self.feedback(piece, phase, device) for group in batch.pieces for piece in group]
+            if self._unmet or self.options.ef_reset:
+                return of
+            kept |= {"among": self._feedbacks, "of": of}
+        return kept["of"]
+
     def feedback(self, piece: Piece, phase: Phase, device: torch.device) -> Feedback:
         """Return the error feedback of a piece, before its encoding in the present step."""
-        self._meet(piece.name, phase)
+        self.meet(piece.name, phase)
         key, options = (piece.name, phase, piece.at), self.options
         assert options.feedback is not None
         feedback = self._feedbacks.get(key)
@@ -173,7 +219,7 @@ class Codec:
 
     def state(self, name: str, shape: tuple[int, ...]) -> State:
         """Return what `rounds` keeps of a parameter; it starts empty where the schedule changes the compressor."""
-        self._meet(name, "scatter")
+        self.meet(name, "scatter")
         if name not in self._states or self.method_step == 0:
             self._states[name] = self.schedule.at(self.step).new_state(shape, self.seed)
         return self._states[name]
@@ -192,20 +238,6 @@ class Codec:
     def note_dropped(self, number: Tensor) -> None:
         """Count residuals that were dropped because a value was not finite; nothing synchronises."""
         self._dropped = number.to(torch.int64) if self._dropped is None else self._dropped + number
-
-    def count(self, compressor: Compressor, form: tuple[int, ...], wire: Tensor | None = None) -> None:
-        """Count the elements of a tensor: those given, those sent as float32 all the same, and those chosen."""
-        if compressor is FLOAT32:
-            return
-        numel = math.prod(form)
-        self.counts["encoded_elements"] += numel
-        if not compressor.compresses(form):
-            self.counts["fallbacks"] += 1
-            self.counts["fallback_elements"] += numel
-        chosen = compressor.sent_elements(form, wire)
-        if chosen is not None:
-            self.counts["chosen_elements"] += chosen
-            self.counts["sparse_elements"] += numel
 
     @property
     def residuals_dropped(self) -> int:
@@ -286,7 +318,7 @@ class Codec:
         self._warn_of(sorted(name for name in self._unmet if name not in names))
         self._unmet = set()
 
-    def _meet(self, name: str, phase: Phase) -> None:
+    def meet(self, name: str, phase: Phase) -> None:
         """Note that a reduction uses what is kept of a parameter.
 
         When it is used again in a later step, all parameters had their turn: the names of the others are not the
@@ -317,7 +349,7 @@ class Codec:
     def _generator(self, name: str, phase: Phase, device: torch.device) -> torch.Generator:
         """Return the generator of one parameter and phase on this rank."""
         key = (name, phase)
-        self._meet(name, phase)
+        self.meet(name, phase)
         if key not in self._generators:
             generator = torch.Generator(device)
             if key in self._restored:

@@ -72,6 +72,11 @@ class Feedback:
         return self._store is None and not self.average
 
     @property
+    def device(self) -> torch.device:
+        """The device of the residual."""
+        return self._stored.device
+
+    @property
     def nbytes(self) -> int:
         """Bytes kept between steps."""
         return self._stored.nbytes

@@ -37,7 +37,8 @@ def largest(x: Tensor, keep: int) -> Tensor:
     magnitude = magnitudes(x)
     least = magnitude.topk(keep).values[-1:]  # empty, as the mask, where nothing is kept
     above, tied = magnitude > least, magnitude == least
-    return above | (tied & (tied.cumsum(0) <= keep - above.sum()))
+    order = tied.cumsum(0, dtype=torch.int32 if x.numel() < 2**31 else torch.int64)
+    return above | (tied & (order <= keep - above.sum()))
 
 
 def largest_places(x: Tensor, keep: int) -> Tensor:

@@ -38,6 +38,10 @@ class BF16(Quantizer):
         """Cast back to float32, exactly."""
         return as_numbers(wire, torch.bfloat16).to(torch.float32)
 
+    def elementwise(self, shape: Shape) -> bool:
+        """True."""
+        return True
+
     def rounds(self, x: Tensor, state: State, context: Context) -> Rounds:
         """One sum in bfloat16."""
         sent = x.to(torch.bfloat16)

@@ -42,6 +42,10 @@ class FP16(Quantizer):
         """Cast back to float32, exactly."""
         return as_numbers(wire, torch.float16).to(torch.float32)
 
+    def elementwise(self, shape: Shape) -> bool:
+        """True."""
+        return True
+
     def rounds(self, x: Tensor, state: State, context: Context) -> Rounds:
         """One sum in float16 of values divided by a power of two."""
         smaller = 2.0 ** math.ceil(math.log2(context.world) / 2)

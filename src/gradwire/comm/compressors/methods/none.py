@@ -36,6 +36,10 @@ class Uncompressed(Quantizer):
         """The bytes as float32."""
         return as_numbers(wire, torch.float32)
 
+    def elementwise(self, shape: Shape) -> bool:
+        """True."""
+        return True
+
     def rounds(self, x: Tensor, state: State, context: Context) -> Rounds:
         """One sum; this rank's contribution is ``x`` itself."""
         total = yield Ask("sum", x, rows=True)

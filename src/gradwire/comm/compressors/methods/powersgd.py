@@ -82,24 +82,33 @@ class PowerSGD(Compressor):
         """A random Q."""
         return {"q": self.drawn(shape, torch.tensor([seed]))} if self.warm_start and self.compresses(shape) else {}
 
+    def elementwise(self, shape: Shape) -> bool:
+        """What travels as float32."""
+        return not self.compresses(shape)
+
+    def stacks(self, shape: Shape) -> bool:
+        """With a warm start: else each parameter draws by its name."""
+        return self.warm_start and self.compresses(shape)
+
     def rounds(self, x: Tensor, state: State, context: Context) -> Rounds:
         """Sum ``M Q``, then ``M^T P``.
 
         A column of Q that becomes 0 or non-finite (from the gradient, or because its rank is too small) would stay
         so; it keeps its previous direction.
         """
-        if not self.compresses(x.shape):
+        if x.ndim == 1 or not self.compresses(x.shape[-2:]):
             return (yield Ask("sum", x, rows=True)) / context.world, x
         if self.warm_start:
             start = state["q"].to(x.device)
         else:
             start = self.drawn(x.shape, torch.tensor([context.derived_seed()], device=x.device))
         p = orthonormal((yield Ask("sum", x @ start)))
-        q = (yield Ask("sum", (p.T @ x).T.contiguous())) / context.world
+        q = (yield Ask("sum", (p.mT @ x).mT.contiguous())) / context.world
         if self.warm_start:
-            length = q.abs().amax(dim=0)  # P depends on directions only; scaling avoids overflow and underflow
+            # P depends on directions only; scaling avoids overflow and underflow
+            length = q.abs().amax(dim=-2, keepdim=True)
             state["q"] = torch.where((length > 0) & (length < math.inf), q / length, start)
-        mean = p @ q.T
+        mean = p @ q.mT
         return mean, mean
 
     def round_cost(self, shape: Shape, step: int | None = None) -> RoundCost:
@@ -109,15 +118,18 @@ class PowerSGD(Compressor):
 
 
 def orthonormal(p: Tensor) -> Tensor:
-    """The columns of ``p`` made orthonormal in order (Gram-Schmidt; in float64, so that unlike machines agree).
+    """The columns of ``p`` [..., n, r] made orthonormal in order.
+
+    By Gram-Schmidt, in float64, so that unlike machines agree.
 
     A column that depends on those before it becomes 0; one that is not finite stays so.
     """
     basis = p.to(torch.float64)
-    for j in range(basis.shape[1]):
-        column = basis[:, j]
-        before = column.norm()
-        column -= basis[:, :j] @ (basis[:, :j].T @ column)
-        length = column.norm()
+    for j in range(basis.shape[-1]):
+        column = basis[..., j : j + 1]
+        before = column.norm(dim=-2, keepdim=True)
+        if j:
+            column -= basis[..., :j] @ (basis[..., :j].mT @ column)
+        length = column.norm(dim=-2, keepdim=True)
         column *= torch.where(length > DEPENDENT * before, 1 / length, 0)
     return basis.to(torch.float32)

@@ -96,8 +96,9 @@ def decode_signsgd(
 
 def encoding_onebit(method: OneBit, x: Tensor) -> dict:
     """The constants of `encode_onebit`."""
-    tile = max(WARP, method.block)
-    return {"BLOCK": method.block, "TILE": tile, "num_warps": tile // WARP}
+    warp = WARP // 2  # as it holds two sums, too
+    tile = max(warp, method.block)
+    return {"BLOCK": method.block, "TILE": tile, "num_warps": tile // warp}
 
 
 def decoding_onebit(method: OneBit) -> dict:
