@@ -132,8 +132,8 @@ def with_trainer(folder: Path, first: int, last: int) -> None:
     for entry in trainer.state.log_history:
         if "loss" in entry:
             print(f"step {entry['step'] - 1}: loss {entry['loss']:.3f}", flush=True)
-    assert compressed.reducer is not None
-    finish(trainer.model_wrapped, compressed.reducer, folder)
+    assert compressed.compression is not None
+    finish(trainer.model_wrapped, compressed.compression.reducer, folder)
 
 
 def finish(model: torch.nn.Module, reducer: Reducer, folder: Path) -> None:
