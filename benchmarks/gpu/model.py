@@ -121,7 +121,7 @@ def peaks(_: None) -> Row:
 
 
 def bare(_: None, mode: str, batch_size: int, compiled: str = "") -> Row:
-    """Steps of the model without a wrapper; ``compiled`` may be blocks, loss, both, or model: all of it in one graph."""
+    """Steps of the model without a wrapper; ``compiled``: blocks, loss, both, or model, which is one graph."""
     trainee = Trainee(batch_size)
     backend = {"backend": "eager"} if SMALL else {}
     if "blocks" in compiled:
