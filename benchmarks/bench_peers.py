@@ -32,7 +32,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire import DiLoCo, comm_hook, compress_gradients
+from gradwire import DiLoCo, OneBitAdam, comm_hook, compress_gradients
 from gradwire.base.units import UNSHAPED
 from gradwire.bench.launch import links
 from gradwire.bench.launch.ranks import environment, start
@@ -117,6 +117,13 @@ def diloco(compressor: str) -> Callable[[argparse.Namespace], Step]:
     return make
 
 
+def onebit_adam(args: argparse.Namespace) -> Step:
+    """1-bit Adam after its warm-up."""
+    trainee = Trainee(args, local=True)
+    trainee.optimizer = OneBitAdam(trainee.inner.parameters(), trainee.inner, dense_steps=1, lr=1e-4)
+    return trainee.step
+
+
 def torchft_rounds(kind: str) -> Callable[[argparse.Namespace], Step]:
     """torchft's local updates: every rank is a replica group, as on machines of their own."""
 
@@ -166,7 +173,9 @@ VARIANTS: dict[str, tuple[Callable[[argparse.Namespace], Step], int]] = {
     "fp16, native, by comm_hook": (hooked("fp16", algorithm="native"), 1),
     "int8": (compressed("int8"), 1),
     "int8, by comm_hook": (hooked("int8"), 1),
+    "int8, 4 bits": (compressed({"method": "int8", "num_bits": 4, "block": 64}), 1),
     "onebit, error feedback": (compressed("onebit", error_feedback=True), 1),
+    "OneBitAdam": (onebit_adam, 1),
     "torch: PowerSGD rank 4": (torch_powersgd, 1),
     "powersgd rank 4": (compressed(RANK4, error_feedback=True), 1),
     f"DiLoCo onebit, H = {H}": (diloco("onebit"), H),

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PARTS = ("codecs", "strategies", "model", "quality")
+PARTS = ("bytes", "codecs", "reduction", "model", "gradients", "strategies", "quality")
 WORK = """
 import os, sys, time
 import torch

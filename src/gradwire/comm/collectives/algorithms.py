@@ -339,7 +339,9 @@ class Native(Algorithm):
             if not group.joined:
                 states = [codec.state(parameter.name, parameter.form) for parameter in parameters]
         state = states[0] if len(states) == 1 else stacked(states)
-        context = Context(parameters[0].name, parameters[0].form, codec.step, self.ranks.world, codec.seed)
+        context = Context(
+            parameters[0].name, parameters[0].form, codec.step, self.ranks.world, codec.seed, group.feedback
+        )
         rounds = compressor.rounds(x.view(group.form), state, context)
         return Talk(group, rounds, x, bad, feedbacks, residual, states, state)
 
@@ -369,14 +371,15 @@ class Native(Algorithm):
             if by_row:
                 received = self._sum_rows([talks[i].group for i in members], tensors)
             else:
-                received = self._fused(op, tensors)
+                received = self._fused(op, tensors, spare=asks[members[0]].spare)
             answers.update(zip(members, received, strict=True))
         return answers
 
-    def _fused(self, op: str, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def _fused(self, op: str, tensors: Sequence[Tensor], spare: bool) -> list[Tensor]:
         """Reduce tensors in one collective; or gather them, each to [world, ...]."""
         group, world, _, meter = self.ranks
-        fused = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        alone = spare and len(tensors) == 1  # may be reduced in place
+        fused = tensors[0].view(-1) if alone else torch.cat([tensor.reshape(-1) for tensor in tensors])
         leading: tuple[int, ...] = ()
         if op == "gather":
             fused, leading = ops.all_gather(fused, group, "payload", meter), (world,)

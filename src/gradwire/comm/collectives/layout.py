@@ -153,10 +153,19 @@ class Layout:
                 f"Was one frozen while gradients accumulate?"
             )
 
+    @cached_property
+    def gaps(self) -> tuple[slice, ...]:
+        """The padding."""
+        starts = [0, *(piece.place.stop for piece in self.pieces)]
+        ends = [*(piece.start for piece in self.pieces), self.numel]
+        return tuple(slice(start, end) for start, end in zip(starts, ends, strict=True) if start < end)
+
     def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """Copy tensors by name into a new float32 buffer; padding is 0."""
         device = next(iter(tensors.values())).device
-        flat = torch.zeros(self.numel, dtype=torch.float32, device=device)
+        flat = torch.empty(self.numel, dtype=torch.float32, device=device)
+        for gap in self.gaps:
+            flat[gap] = 0
         for piece in self.pieces:
             flat[piece.place] = tensors[piece.name].reshape(-1)[piece.source]
         return flat

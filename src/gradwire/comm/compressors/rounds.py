@@ -24,11 +24,13 @@ class Ask(NamedTuple):
         tensor: This rank's part; equal in shape and type on all ranks.
         rows: Whether the tensor has one element per element of x, so that a reduce-scatter may answer with the part
             that belongs to this rank's rows only. Its driver then cuts what depends on it alike.
+        spare: Whether the driver may overwrite the tensor.
     """
 
     op: Literal["sum", "max", "gather"]
     tensor: Tensor
     rows: bool = False
+    spare: bool = False
 
 
 class Context(NamedTuple):
@@ -40,6 +42,7 @@ class Context(NamedTuple):
         step: Optimizer steps finished before this one.
         world: Number of ranks.
         seed: The run's.
+        feedback: Whether the contribution that the rounds return is used.
     """
 
     name: str
@@ -47,6 +50,7 @@ class Context(NamedTuple):
     step: int
     world: int
     seed: int
+    feedback: bool = True
 
     def derived_seed(self) -> int:
         """A seed for this parameter and step, the same on all ranks: below 2^63."""

@@ -45,8 +45,8 @@ class BF16(Quantizer):
     def rounds(self, x: Tensor, state: State, context: Context) -> Rounds:
         """One sum in bfloat16."""
         sent = x.to(torch.bfloat16)
-        total = yield Ask("sum", sent, rows=True)
-        return total.to(torch.float32) / context.world, sent.to(torch.float32)
+        total = yield Ask("sum", sent, rows=True, spare=not context.feedback)
+        return total.to(torch.float32).div_(context.world), sent.to(torch.float32) if context.feedback else x
 
     def round_cost(self, shape: Shape, step: int | None = None) -> RoundCost:
         """Two bytes per element."""

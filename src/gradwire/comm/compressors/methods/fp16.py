@@ -50,8 +50,9 @@ class FP16(Quantizer):
         """One sum in float16 of values divided by a power of two."""
         smaller = 2.0 ** math.ceil(math.log2(context.world) / 2)
         sent = (x / smaller).to(torch.float16)
-        total = yield Ask("sum", sent, rows=True)
-        return total.to(torch.float32) * smaller / context.world, sent.to(torch.float32) * smaller
+        total = yield Ask("sum", sent, rows=True, spare=not context.feedback)
+        mean = total.to(torch.float32).mul_(smaller).div_(context.world)
+        return mean, sent.to(torch.float32).mul_(smaller) if context.feedback else x
 
     def round_cost(self, shape: Shape, step: int | None = None) -> RoundCost:
         """Two bytes per element."""

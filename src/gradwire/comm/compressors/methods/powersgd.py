@@ -102,8 +102,8 @@ class PowerSGD(Compressor):
             start = state["q"].to(x.device)
         else:
             start = self.drawn(x.shape, torch.tensor([context.derived_seed()], device=x.device))
-        p = orthonormal((yield Ask("sum", x @ start)))
-        q = (yield Ask("sum", (p.mT @ x).mT.contiguous())) / context.world
+        p = orthonormal((yield Ask("sum", x @ start, spare=True)))
+        q = (yield Ask("sum", (p.mT @ x).mT.contiguous(), spare=True)) / context.world
         if self.warm_start:
             # P depends on directions only; scaling avoids overflow and underflow
             length = q.abs().amax(dim=-2, keepdim=True)
