@@ -652,15 +652,15 @@ def test_every_operation_is_right_and_counted(world, size):
 
 
 def in_bulk(rank, world, group):
-    """Every rank sends ``3 * CHUNK + 7 * to + rank`` bytes of its own to rank ``to``, at once and in messages.
+    """Every rank sends ``3 * LARGEST + 7 * to + rank`` bytes of its own to rank ``to``, at once and in messages.
 
-    Then it sends the same ``3 * CHUNK + 7`` bytes to all.
+    Then it sends the same ``3 * LARGEST + 7`` bytes to all.
     """
-    sizes = [[3 * ops.CHUNK + 7 * to + of for to in range(world)] for of in range(world)]
+    sizes = [[3 * ops.LARGEST + 7 * to + of for to in range(world)] for of in range(world)]
     x = torch.randint(0, 256, (sum(sizes[rank]),), dtype=torch.uint8, generator=torch.Generator().manual_seed(rank))
     mine = [row[rank] for row in sizes]
     parts = [ops.all_to_all(x, sizes[rank], mine, bulk=bulk) for bulk in (False, True)]
-    return parts, [ops.all_gather(x[: 3 * ops.CHUNK + 7], bulk=bulk) for bulk in (False, True)]
+    return parts, [ops.all_gather(x[: 3 * ops.LARGEST + 7], bulk=bulk) for bulk in (False, True)]
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])

@@ -133,7 +133,7 @@ class Gather(Algorithm):
             sizes = joined(table.sizes) * ranks.world
             incoming, lengths = exchange(torch.cat([message] * ranks.world), lengths, sizes, sizes, ranks)
         else:
-            bulky = message.numel() > ops.CHUNK
+            bulky = message.numel() > ops.BULK
             incoming = ops.all_gather(message, ranks.group, "payload", ranks.meter, bulk=bulky).view(-1)
         with ranks.meter.span("decode", "codec", device=flat.device):
             mean = torch.zeros(layout.numel, dtype=torch.float32, device=flat.device)
@@ -506,4 +506,4 @@ def swap_sizes(
 
 def bulk(sizes: Sizes) -> bool:
     """Return whether messages between two ranks are large on average; all ranks know all sizes, so they agree."""
-    return sum(size or 0 for row in sizes for size in row) > len(sizes) * ops.CHUNK
+    return sum(size or 0 for row in sizes for size in row) > len(sizes) * ops.BULK

@@ -21,7 +21,9 @@ from gradwire.comm.collectives.meter import METER, Meter
 
 Group: TypeAlias = dist.ProcessGroup | None
 
-CHUNK = 2**18  # bytes of a message between two CPU ranks
+BULK = 2**16  # bytes from which a part of an all-to-all between CPU ranks travels in several messages
+PARTS = 4  # messages of such a part at least: with fewer, one direction of a link waits for the other
+SMALLEST, LARGEST = 2**15, 2**18  # bytes of a message of several: each costs a tenth of a millisecond
 REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -130,7 +132,7 @@ def all_to_all(
         group: The ranks.
         purpose: The purpose that the bytes are counted for.
         meter: The meter that counts them.
-        bulk: Send in messages of `CHUNK` bytes, for large parts; must be equal on all ranks.
+        bulk: Send in several messages, for parts of more than `BULK` bytes; must be equal on all ranks.
 
     Returns:
         uint8 ``[sum(sizes_in)]``, the parts in rank order.
@@ -154,7 +156,7 @@ def _chunked(outgoing: Sequence[Tensor], incoming: Sequence[Tensor], group: Grou
     works = []
     for shift in range(1, world):  # rank r starts with r + 1 and r - 1, so that no rank is the first peer of all
         to, of = (rank + shift) % world, (rank - shift) % world
-        sends, receives = outgoing[to].split(CHUNK), incoming[of].split(CHUNK)
+        sends, receives = messages(outgoing[to]), messages(incoming[of])
         for tag in range(max(len(sends), len(receives))):
             if tag < len(sends) and sends[tag].numel():
                 works.append(dist.isend(sends[tag], group=group, group_dst=to, tag=tag))
@@ -163,6 +165,11 @@ def _chunked(outgoing: Sequence[Tensor], incoming: Sequence[Tensor], group: Grou
     for work in works:
         assert work is not None
         work.wait()
+
+
+def messages(part: Tensor) -> tuple[Tensor, ...]:
+    """Cut a part; the receiver, who knows its size, cuts alike."""
+    return part.split(min(LARGEST, max(SMALLEST, -(-part.numel() // PARTS))))
 
 
 def broadcast(
