@@ -10,6 +10,7 @@ from gradwire.comm.compressors.kernels.cuda.segments import INFINITY, SIGNLESS, 
 
 TILE = 4096
 HALF = tl.constexpr(2)  # bytes
+UNIT = tl.constexpr(2.0**112)  # what float32's exponents are larger by
 
 
 @triton.jit
@@ -53,9 +54,13 @@ def decode(
         codes = tl.load(places, mask=mask, other=0).to(tl.int32)
         codes = codes | (tl.load(places + 1, mask=mask, other=0).to(tl.int32) << 8)
     if BRAIN:
-        values = (codes << 16).to(tl.float32, bitcast=True)
-    else:
-        values = codes.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        bits = codes << 16
+    else:  # the bits move to where float32 has them, and a power of two moves the exponent; a cast would need memory
+        moved = (codes & 0x7FFF) << 13
+        scaled = moved.to(tl.float32, bitcast=True) * UNIT
+        bits = tl.where(moved >= 0x7C00 << 13, moved | INFINITY, scaled.to(tl.int32, bitcast=True))
+        bits = bits | ((codes & 0x8000) << 16)
+    values = bits.to(tl.float32, bitcast=True)
     put(out, start + offsets, values, mask, ONTO)
 
 
