@@ -6,6 +6,7 @@ depends on the data; only such sizes are sent, before the data.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -193,6 +194,10 @@ class Group(NamedTuple):
         alone = wholes[0].form if len(wholes) == 1 else (len(wholes), *wholes[0].form)
         return cls(compressor, wholes, (first,) if joined else alone, tuple(runs), feedback, joined)
 
+    def is_buffer(self, numel: int) -> bool:
+        """Whether x has all of a buffer's elements, in its order; stacked matrices have another one."""
+        return math.prod(self.form) == numel and all(run.first == run.start for run in self.runs)
+
     def in_row(self, row: int) -> slice:
         """Return the position in x of a row's elements, where they follow each other."""
         runs = [run for run in self.runs if run.row == row]
@@ -250,7 +255,7 @@ class Native(Algorithm):
     def mean_everywhere(self, flat: Tensor, layout: Layout) -> Tensor:
         """Return the whole buffer."""
         means = self._means(flat, layout, "all_reduce")
-        if len(means) == 1 and means[0][1].numel() == layout.numel:
+        if len(means) == 1 and means[0][0].is_buffer(layout.numel):
             return means[0][1]
         out = torch.zeros(layout.numel, dtype=torch.float32, device=flat.device)
         for group, mean in means:
