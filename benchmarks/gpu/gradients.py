@@ -61,7 +61,7 @@ def exact(_: None, name: str) -> Row:
 
 def unfused(work: Callable[[], Any]) -> Any:
     """The result of work that uses plain forms."""
-    kept, matrices.fused = matrices.fused, lambda values: None
+    kept, matrices.fused = matrices.fused, lambda device: None
     try:
         return work()
     finally:

@@ -17,7 +17,7 @@ def fused(monkeypatch):
     """Use the kernels on a CPU too."""
     from gradwire.attribution.projections import cuda
 
-    monkeypatch.setattr(matrices, "fused", lambda values: cuda)
+    monkeypatch.setattr(matrices, "fused", lambda device: cuda)
 
 
 def gradients(samples: int, numel: int) -> torch.Tensor:
@@ -29,7 +29,7 @@ def gradients(samples: int, numel: int) -> torch.Tensor:
 def test_an_sjlt_by_the_kernel_has_the_plain_forms_bits(samples, numel, fused, monkeypatch):
     shapes, rows = {"ln.bias": (31,), "w": (numel,)}, gradients(samples, 31 + numel)
     by_kernel = projections.build("sjlt", shapes, 3).project(rows, [64])[64]
-    monkeypatch.setattr(matrices, "fused", lambda values: None)
+    monkeypatch.setattr(matrices, "fused", lambda device: None)
     assert torch.equal(by_kernel, projections.build("sjlt", shapes, 3).project(rows, [64])[64])
 
 
@@ -49,3 +49,16 @@ def test_rows_that_are_not_contiguous_project_alike(fused):
         rows = gradients(3, 2 * numel)
         projector = projections.build(name, {"w": (numel,)}, 3)
         assert torch.equal(projector.project(rows[:, ::2], [65])[65], projector.project(rows[:, ::2].clone(), [65])[65])
+
+
+@pytest.mark.parametrize(
+    ("triton", "capability", "said"), [(False, (9, 0), "triton is not"), (True, (7, 5), "Tesla T4")]
+)
+def test_a_gpu_without_kernels_is_told_so(triton, capability, said, monkeypatch):
+    monkeypatch.setattr(matrices, "find_spec", lambda name: object() if triton else None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    matrices.fused.cache_clear()
+    with pytest.warns(UserWarning, match=f"{said}.* plain, slow form"):
+        assert matrices.fused(torch.device("cuda", 0)) is None
+    matrices.fused.cache_clear()

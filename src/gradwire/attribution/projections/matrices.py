@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import warnings
 from abc import abstractmethod
 from collections.abc import Sequence
 from functools import cache, cached_property
@@ -89,7 +90,7 @@ class Rademacher(Dense):
 
     def add_values(self, sums: Tensor, dims: Sequence[int], name: str, values: Tensor) -> None:
         """Add the product, on a GPU with signs that are made where they are multiplied."""
-        if (kernels := fused(values)) is not None:
+        if (kernels := fused(values.device)) is not None:
             kernels.add_signed(sums, values, hashing.key(self.seed, name))
         else:
             super().add_values(sums, dims, name, values)
@@ -153,10 +154,11 @@ class Sjlt(Projector):
 
     def add_values(self, sums: Tensor, dims: Sequence[int], name: str, values: Tensor) -> None:
         """Add a parameter's gradients to the slots."""
-        turns = self.rotations(name, values.device)
-        if self.sizes[name] > SLOTS and (kernels := fused(values)) is not None:
+        if self.sizes[name] > SLOTS and (kernels := fused(values.device)) is not None:
+            turns = self.rotations(name, values.device)
             kernels.add_turned(sums, values, turns, hashing.key(self.seed, f"{name} sjlt"))
             return
+        turns = self.rotations(name, torch.device("cpu"))  # whose numbers nobody waits for
         for (begin, end), turned in zip(tiles(values.shape[1], SLOTS), turns.tolist(), strict=True):
             block, sign = values[:, begin:end], self.signs(name, begin, end, values.device)
             fits = min(len(sign), SLOTS - turned)
@@ -288,11 +290,19 @@ class Srht(Projector):
         return chi2_band(dim)
 
 
-def fused(values: Tensor) -> ModuleType | None:
-    """Return the kernels for the device of ``values``; None: only the plain form runs there."""
-    if not values.is_cuda or find_spec("triton") is None or torch.cuda.get_device_capability(values.device) < OLDEST:
+@cache
+def fused(device: torch.device) -> ModuleType | None:
+    """Return the kernels for a device; None: only the plain form runs there, which a GPU is warned of once."""
+    if device.type != "cuda":
         return None
-    return import_module("gradwire.attribution.projections.cuda")
+    if find_spec("triton") is None:
+        lacking = "triton is not installed"
+    elif torch.cuda.get_device_capability(device) < OLDEST:
+        lacking = f"{torch.cuda.get_device_name(device)} is older than compute capability {OLDEST[0]}.{OLDEST[1]}"
+    else:
+        return import_module("gradwire.attribution.projections.cuda")
+    warnings.warn(f"{lacking}: projections run on CUDA in their plain, slow form", stacklevel=4)
+    return None
 
 
 def hadamard(rows: Tensor) -> Tensor:
