@@ -14,17 +14,14 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
-import os
 import random
-import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import on_links
 import torch
 import torch.distributed as dist
 from tabulate import tabulate
@@ -32,9 +29,6 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from gradwire.base.units import UNSHAPED
-from gradwire.bench.launch import links
-from gradwire.bench.launch.ranks import environment, start
 from gradwire.bench.trace import trace
 from gradwire.bench.training.monitor import recorder_options
 from gradwire.comm import parallel
@@ -194,47 +188,24 @@ def rank(args: argparse.Namespace) -> None:
                 continue
             found = measure(world, args, strategy, cell, Path(args.folder) / args.links[0])
             if world.rank == 0:
-                with Path(args.folder, "rows.jsonl").open("a") as file:
-                    for row in rows(world, args, strategy, cell, found):
-                        print(json.dumps(row), file=file)
-                        print(*row, file=sys.stderr)
-
-
-def one_link(args: argparse.Namespace) -> None:
-    """Start the ranks on a link."""
-    command = [sys.executable, __file__, *sys.argv[1:]]
-    if args.links[0] == UNSHAPED:
-        start(command, args.world_size, "spawn")
-        return
-    links.enter(args.links[0])
-    with links.testbed(args.links[0], args.world_size) as testbed, environment(testbed.environment):
-        start(testbed.command(command), args.world_size, "spawn", *testbed.meeting_point("spawn"))
+                for row in rows(world, args, strategy, cell, found):
+                    on_links.add(args, row)
+                    print(*row, file=sys.stderr)
 
 
 def main() -> None:
     """Run this file once per link, whose ranks run it again, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--links", nargs="+", default=["none", "1gbit", "100mbit"])
+    on_links.add_arguments(parser, ["none", "1gbit", "100mbit"])
     parser.add_argument("--strategies", nargs="+", default=["ddp", "bucket", "fsdp2"])
     parser.add_argument("--cells", nargs="+", choices=CELLS, default=[*CELLS])
     parser.add_argument("--model", default="tiny", help="a preset, or 8m")
     parser.add_argument("--batch_size", type=int, default=8)
-    parser.add_argument("--world_size", type=int, default=2)
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--profile_steps", type=int, default=5)
-    parser.add_argument("--folder", help=argparse.SUPPRESS)  # of the traces; given to the process of one link
     args = parser.parse_args()
-    if "RANK" in os.environ:
-        rank(args)
-    elif args.folder:
-        one_link(args)
-    else:
-        with tempfile.TemporaryDirectory() as folder:
-            for link in args.links:
-                own = [sys.executable, __file__, *sys.argv[1:], "--folder", folder, "--links", link]
-                subprocess.run(own, check=True)
-            found = [json.loads(line) for line in Path(folder, "rows.jsonl").read_text().splitlines()]
+    if found := on_links.rows_of_links(args, rank):
         print(f"{args.model}, batch {args.batch_size}, W = {args.world_size}, {args.rounds} steps; times in ms\n")
         print(tabulate(found, [*COLUMNS, *CEILINGS], tablefmt="pipe", floatfmt=".2f"))
 

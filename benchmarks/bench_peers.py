@@ -11,20 +11,17 @@ interval of 95 %. ``float32 again`` is the control. torchft is measured where it
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+import on_links
 import torch
 import torch.distributed as dist
 from tabulate import tabulate
@@ -33,9 +30,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import DiLoCo, OneBitAdam, comm_hook, compress_gradients
-from gradwire.base.units import UNSHAPED
-from gradwire.bench.launch import links
-from gradwire.bench.launch.ranks import environment, start
 from gradwire.comm.collectives import ops
 from gradwire.comm.collectives.world import process_group
 from gradwire.lm.models import causal
@@ -224,9 +218,8 @@ def rank(args: argparse.Namespace) -> None:
     with process_group(device="cpu") as world:
         times = measured(args)
         if world.rank == 0:
-            with Path(args.folder, "rows.jsonl").open("a") as file:
-                for name, values in times.items():
-                    print(json.dumps(row(args.links[0], name, values, times["float32"])), file=file)
+            for name, values in times.items():
+                on_links.add(args, row(args.links[0], name, values, times["float32"]))
     os._exit(0)  # torchft's threads would wait for each other
 
 
@@ -238,39 +231,17 @@ def row(link: str, name: str, values: list[float], base: list[float]) -> list[An
     return [link, name, float(np.median(values)), float(np.median(quotients)), f"{low:.2f} to {high:.2f}"]
 
 
-def one_link(args: argparse.Namespace) -> None:
-    """Start the ranks on a link."""
-    command = [sys.executable, __file__, *sys.argv[1:]]
-    if args.links[0] == UNSHAPED:
-        start(command, args.world_size, "spawn")
-        return
-    links.enter(args.links[0])
-    with links.testbed(args.links[0], args.world_size) as testbed, environment(testbed.environment):
-        start(testbed.command(command), args.world_size, "spawn", *testbed.meeting_point("spawn"))
-
-
 def main() -> None:
     """Run this file once per link, whose ranks run it again, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--links", nargs="+", default=["none", "100mbit"])
+    on_links.add_arguments(parser, ["none", "100mbit"])
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--batch_size", type=int, default=8)
-    parser.add_argument("--world_size", type=int, default=2)
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--only", nargs="+", help="variants with one of these words in their names, and float32")
-    parser.add_argument("--folder", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if "RANK" in os.environ:
-        rank(args)
-    elif args.folder:
-        one_link(args)
-    else:
-        with tempfile.TemporaryDirectory() as folder:
-            for link in args.links:
-                command = [sys.executable, __file__, *sys.argv[1:], "--folder", folder, "--links", link]
-                subprocess.run(command, check=True)
-            rows = [json.loads(line) for line in Path(folder, "rows.jsonl").read_text().splitlines()]
+    if rows := on_links.rows_of_links(args, rank):
         print(f"{args.model}, batch {args.batch_size}, W = {args.world_size}, {args.rounds} rounds\n")
         print(tabulate(rows, ["link", "method", "ms", "x float32", "interval"], tablefmt="pipe", floatfmt=".2f"))
 

@@ -366,7 +366,7 @@ class Compressor(BaseModel, ABC):
         """Reduce ``x`` over the ranks by native collectives (see `gradwire.comm.compressors.rounds`).
 
         Args:
-            x: float32 of ``context.shape``, contiguous.
+            x: float32 of ``context.shape``, contiguous; not to be changed, as it may be the gradient itself.
             state: As `new_state` made it; changed in place.
             context: The same on all ranks.
 
