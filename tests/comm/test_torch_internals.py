@@ -92,6 +92,18 @@ def test_optimizers_modules_and_the_profiler():
     assert internals.shards_of(torch.ones(3)) is None
 
 
+def test_groups_of_a_simulated_rank():
+    group, before = dist.ProcessGroup(1, 3), internals.tables_of_groups()
+    internals.set_tables_of_groups(internals.new_tables(group, "simulated"))
+    try:
+        assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (1, 3, "simulated")
+        assert dist.group.WORLD is group
+    finally:
+        internals.set_tables_of_groups(before)
+    assert not dist.is_initialized()
+    internals.finished_work([torch.ones(1)]).wait()
+
+
 def test_a_step_that_allocates_state():
     class Asked(torch.optim.Adam):
         def step(self, closure=None):

@@ -18,6 +18,7 @@ from gradwire.base.units import UNSHAPED, bits_per_second
 STRATEGIES = Plugins("strategy", "gradwire.comm.parallel.strategies", "gradwire.strategies")
 BETWEEN = "between-"  # prefix of a link with one cable per island
 CLASSES = ("inside", "between")
+SHARDING = ("fsdp1", "fsdp2", "hsdp")  # strategies whose ranks hold a part of the model
 
 
 def check_islands(world: int, islands: int) -> None:
@@ -50,6 +51,20 @@ def check_topology(strategy: str, world: int, islands: int, link: str | None) ->
             f"islands is {islands}: strategy {strategy} has islands only on a link between them, such as "
             "between-100mbit; omit it, or use hsdp."
         )
+
+
+def check_simulated(strategy: str, link: str) -> None:
+    """Check that ranks can be simulated in one process.
+
+    Raises:
+        BadInput: If the strategy shards the model, or there is a link.
+    """
+    if strategy in SHARDING:
+        raise BadInput(
+            f"simulated ranks hold a whole model each, and strategy {strategy} shards it: use naive, bucket or ddp."
+        )
+    if link != UNSHAPED:
+        raise BadInput(f"simulated ranks share a process, and a link of {link} is between processes: omit one of them.")
 
 
 def sharded_islands(strategy: str, islands: int) -> int:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from datetime import timedelta
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -85,6 +85,39 @@ def timeout_of(group: dist.ProcessGroup | None) -> timedelta:
     assert group is not None
     device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
     return group._get_backend(device).options._timeout
+
+
+def finished_work(result: Any) -> dist.Work:
+    """Return what a collective that has finished returns."""
+    future = torch.futures.Future[Any]()
+    future.set_result(result)
+    return torch._C._distributed_c10d._create_work_from_future(future)
+
+
+def new_tables(default: dist.ProcessGroup, backend: str) -> Any:
+    """Return what torch keeps of its process groups, for a process that has only a default group."""
+    return SimpleNamespace(
+        default_pg=default,
+        pg_map={default: (backend, None)},
+        pg_names={default: "0"},
+        pg_group_ranks={default: {rank: rank for rank in range(default.size())}},
+        pg_backend_config={default: backend},
+        group_count=1,
+        tags_to_pg={},
+        pg_to_tag={},
+        pg_coalesce_state={},
+        comms=[],
+    )
+
+
+def tables_of_groups() -> Any:
+    """Return what torch keeps of this process's groups."""
+    return dist.distributed_c10d._world
+
+
+def set_tables_of_groups(tables: Any) -> None:
+    """Replace what torch keeps of this process's groups."""
+    dist.distributed_c10d._world = tables
 
 
 def shards_of(tensor: Tensor) -> list[Any] | None:

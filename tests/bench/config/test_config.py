@@ -72,6 +72,13 @@ def test_a_union_of_grids_holds_a_shared_run_once():
     assert len(experiment(both).runs()) == 2 * 2 + 1
 
 
+def test_a_product_may_be_simulated():
+    ddp = {"strategies": ["ddp"], "compressors": ["int8"]}
+    made = experiment({**SMALL, "grid": [{**ddp, "world_sizes": [8, 64], "simulated": True}, ddp]})
+    assert {run.world_size for run in made.simulated()} == {8, 64}
+    assert sorted(run.world_size for run in made.runs()) == [2, 8, 64]
+
+
 def test_runs_go_seed_by_seed_with_a_baseline_first_and_last():
     grid = {"strategies": ["ddp", "fsdp2"], "seeds": [0, 1, 2], "compressors": "all"}
     runs = experiment({"name": "x", "compressors": {"none": {}, "fp16": {}, "int8": {}}, "grid": grid}).runs()
@@ -174,6 +181,16 @@ def test_a_bad_cell_is_reported_in_one_message(mapping, words):
         (
             {"training": {"global_batch_size": 10, "grad_accum_steps": 5}, "grid": [{"world_sizes": [1, 4, 2]}]},
             ["global_batch_size 10", "4 rank(s) x 5 micro", "a multiple of 20"],
+        ),
+        ({"grid": {"simulated": True}}, ["simulated ranks", "fsdp2 shards", "naive, bucket or ddp"]),
+        ({"grid": {"simulated": True, "strategies": ["ddp"]}, "timing": True}, ["no times", "timing: false"]),
+        (
+            {"grid": {"simulated": True, "strategies": ["ddp"], "links": ["3mbit"]}, "timing": False},
+            ["simulated ranks share a process", "3mbit"],
+        ),
+        (
+            {"grid": [{"strategies": ["ddp"], "simulated": True}, {"strategies": ["ddp"], "seeds": [1, 0]}]},
+            ["ddp/int8/ws2/none/seed0 is simulated in one product and not in another"],
         ),
     ],
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
@@ -18,7 +17,7 @@ from gradwire.base.units import UNSHAPED
 from gradwire.bench.config.cell import Cell, check_private
 from gradwire.bench.config.grid import Exclusion, Gradients, Grids, Run, Selection
 from gradwire.bench.config.values import BASELINE, Count, ModelOption, Name, Training
-from gradwire.comm.topology import check_topology
+from gradwire.comm.topology import check_simulated, check_topology
 from gradwire.lm.data import sources
 from gradwire.lm.data.defaults import LENGTH, MAX_LENGTH, SHARD_SIZE, VAL_FRACTION, VOCAB_SIZE, VOCABULARY, check_shard
 from gradwire.lm.models import presets
@@ -125,15 +124,15 @@ class Experiment(Strict):
 
     def asked(self) -> list[Run]:
         """Every run of the grid once, including excluded ones."""
-        runs: dict[Run, None] = {}
-        for grid in self.grid:
-            labels = tuple(self.compressors) if grid.compressors == "all" else grid.compressors
-            for label in labels:
-                if label not in self.compressors:
-                    raise unknown("compressor in the grid", label, self.compressors)
-            product = itertools.product(grid.strategies, labels, grid.world_sizes, grid.links, grid.seeds, grid.islands)
-            runs.update(dict.fromkeys(itertools.starmap(Run, product)))
+        runs = dict.fromkeys(run for grid in self.grid for run in grid.runs(self.compressors))
+        for run in runs:
+            if run.compressor not in self.compressors:
+                raise unknown("compressor in the grid", run.compressor, self.compressors)
         return list(runs)
+
+    def simulated(self) -> set[Run]:
+        """The runs whose ranks take turns in one process."""
+        return {run for grid in self.grid if grid.simulated for run in grid.runs(self.compressors)}
 
     def excluded(self, run: Run) -> str | None:
         """The reason for leaving out ``run``, or None."""
@@ -199,7 +198,27 @@ def experiment(mapping: Mapping[str, Any]) -> Experiment:
         cells[run.compressor].check_strategy(run.strategy)
         check_private(made.training, cells[run.compressor], run.strategy)
     check_one_topology(made.runs())
+    check_simulations(made)
     return made
+
+
+def check_simulations(experiment: Experiment) -> None:
+    """Check that simulated runs can be, and nobody asks for their times.
+
+    Raises:
+        BadInput: If one shards its model or has a link, is asked for with processes too, or if runs are timed.
+    """
+    simulated = experiment.simulated()
+    for run in simulated:
+        check_simulated(run.strategy, run.link)
+    if simulated and experiment.timed:
+        raise BadInput("grid: simulated runs have no times: set timing: false, or omit `simulated`.")
+    twice = {run for grid in experiment.grid if not grid.simulated for run in grid.runs(experiment.compressors)}
+    if twice := twice & simulated:
+        raise BadInput(
+            f"grid: {min(run.path for run in twice)} is simulated in one product and not in another: they have one "
+            "folder, so omit it from one of them."
+        )
 
 
 def check_one_topology(runs: Iterable[Run]) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field
@@ -121,6 +122,15 @@ class Grid(Strict):
         (1,), description="numbers of islands that the ranks form, for strategy hsdp or a link between them"
     )
     compressors: tuple[str, ...] | Literal["all"] = "all"
+    simulated: bool = Field(
+        False, description="a run's ranks take turns in one process: equal results, on one core or GPU, without times"
+    )
+
+    def runs(self, labels: Iterable[str]) -> list[Run]:
+        """Every run of the product, with the labels of all cells in ``labels``."""
+        labels = labels if self.compressors == "all" else self.compressors
+        product = itertools.product(self.strategies, labels, self.world_sizes, self.links, self.seeds, self.islands)
+        return [Run(*values) for values in product]
 
 
 def _as_list(value: Any) -> Any:

@@ -87,6 +87,7 @@ class Loop:
         self._sync = SyncCheck(model, optimizer, settings.verify_sync)
         self._profiled = profiled_range(self.training, self.start)
         self._counters = Counters(reducer)
+        self._timed = world.device.type == "cpu" and not world.simulated
         clock = Clock(world.device)
         self._stepper = Stepper(model, optimizer, reducer, feed, objective, self.training, world, clock, asked)
 
@@ -138,7 +139,7 @@ class Loop:
             row["bytes_interface"] = transmitted_since(before)
         if self._saves(step) and reducer is not None:
             reducer.synchronize()  # a message in flight is counted before its checkpoint
-        row |= sample | self._counters.stop(timed=self.world.device.type == "cpu" or profiled)
+        row |= sample | self._counters.stop(timed=self._timed or profiled)
         row["bytes_parameters_raw"] = self._parameters_unhooked(step, row["passes"])
         self._sync.after(step)
         row |= {"step": step, "rank": self.world.rank, "lr": lr}

@@ -66,7 +66,9 @@ def write(
     here = environment(world)
     write_json(folder / "environment" / f"rank{world.rank}.json", here)
     (folder / "profiler").mkdir(parents=True, exist_ok=True)
-    ranks = ops.gather_objects({"rows": outcome.rows, "environment": here, "memory": memory(model, optimizer, outcome)})
+    rows = untimed(outcome.rows) if world.simulated else outcome.rows
+    kept = memory(model, optimizer, outcome, world)
+    ranks = ops.gather_objects({"rows": rows, "environment": here, "memory": kept})
     run = run_of(settings, world)
     save_model(folder / "final_model", splits[0], model, optimizer, outcome, {"run": run.path, "identity": identity})
     if world.rank != 0:
@@ -84,9 +86,16 @@ def write(
     return record
 
 
-def memory(model: nn.Module, optimizer: torch.optim.Optimizer, outcome: Outcome) -> dict[str, float | None]:
-    """The record's fields of memory, of this rank alone."""
-    allocated, reserved = outcome.memory.gb()
+def untimed(rows: Sequence[Row]) -> list[Row]:
+    """Rows without times, of a rank that shares its process."""
+    return [{name: None if name.endswith(("_ms", "_s")) else value for name, value in row.items()} for row in rows]
+
+
+def memory(
+    model: nn.Module, optimizer: torch.optim.Optimizer, outcome: Outcome, world: World
+) -> dict[str, float | None]:
+    """The record's fields of memory, of this rank alone; a process that ranks share has no peak of one."""
+    allocated, reserved = (None, None) if world.simulated else outcome.memory.gb()
     parts = {
         "mem_residual_gb": outcome.residual_bytes,
         "mem_replica_gb": parallel.replica_bytes(model),
@@ -142,6 +151,7 @@ def described(
         "compressor": run.compressor,
         "strategy": run.strategy,
         "backend": world.backend,
+        "world": "simulated" if world.simulated else "processes",
         "link": run.link,
         "device": world.device.type,
         "status": "diverged" if outcome.diverged else "ok",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
@@ -15,11 +15,12 @@ from gradwire.base.flags import NATURAL, RANKS, SEED, output_folder
 from gradwire.base.rank_env import RankEnvOptions
 from gradwire.base.source_digest import source_digest
 from gradwire.base.strict import Strict
+from gradwire.base.units import UNSHAPED
 from gradwire.bench.config import FLAGS, Cell, Strategy, Training, check_private
 from gradwire.comm.communication import CommOptimizer
 from gradwire.comm.compressors.reduction import ParamCompress
 from gradwire.comm.compressors.registry import sources
-from gradwire.comm.topology import STRATEGIES, check_topology
+from gradwire.comm.topology import STRATEGIES, check_simulated, check_topology
 from gradwire.lm.data.defaults import LENGTH, MAX_LENGTH, VOCAB_SIZE, VOCABULARY
 from gradwire.lm.models import presets
 
@@ -66,6 +67,9 @@ class Options(CorpusOptions, Training, RankEnvOptions):
     restart: bool = Field(
         False, description="with --resume: start over if the checkpoint has another configuration or source"
     )
+    simulated_ranks: Annotated[int, RANKS] | None = Field(
+        None, description="ranks that take turns in this process, for results without times (default: this rank alone)"
+    )
     verify_sync: Annotated[int, NATURAL] = Field(
         0, description="every K steps, report ranks that are missing or whose parameters differ; 0: never"
     )
@@ -91,6 +95,7 @@ class Settings:
         output_dir: The run's folder.
         resume: Resume from the newest checkpoint in ``output_dir``.
         restart: Start over if that checkpoint has another configuration or source, instead of raising an error.
+        simulated_ranks: Number of ranks that take turns in one process; None for ranks with a process each.
         verify_sync: Steps between checks that the ranks agree; 0 disables them.
     """
 
@@ -105,6 +110,7 @@ class Settings:
     verify_sync: int = 0
     restart: bool = False
     islands: int = 1
+    simulated_ranks: int | None = None
 
     def shared_out(self, world_size: int, link: str | None) -> Settings:
         """The same run with the global batch divided among ranks; see `Training.shared_out`.
@@ -198,7 +204,12 @@ def settings_of(options: Options) -> Settings:
     if training.log == "wandb" and find_spec("wandb") is None:
         raise BadInput("--log wandb needs Weights & Biases: pip install 'gradwire[wandb]'.")
     check_private(training, cell, options.strategy)
-    taken = ("strategy", "model", "seed", "data_path", "output_dir", "resume", "verify_sync", "restart", "islands")
+    if options.simulated_ranks is not None:
+        check_simulated(options.strategy, UNSHAPED)
+        if options.verify_sync:
+            raise BadInput("--verify_sync waits for ranks with a process each; omit it, or --simulated_ranks.")
+        training = training.model_copy(update={"profile": False})
+    taken = {field.name for field in fields(Settings)} - {"training", "cell"}
     return Settings(training=training, cell=cell, **{name: getattr(options, name) for name in taken})
 
 

@@ -34,11 +34,14 @@ PRIVACY = (
 
 
 def times(rows: list[Row]) -> Row:
-    """Statistics of step times, without warm-up and profiled steps; a step's time is its slowest rank's."""
+    """Statistics of step times, without warm-up and profiled steps; a step's time is its slowest rank's.
+
+    They are null for simulated ranks.
+    """
     slowest: dict[int, float] = {}
     tokens: dict[int, int] = {}
     for row in rows:
-        if not row["warmup"] and not row["profiled"]:
+        if not row["warmup"] and not row["profiled"] and row["step_ms"] is not None:
             slowest[row["step"]] = max(slowest.get(row["step"], 0.0), row["step_ms"])
             tokens[row["step"]] = tokens.get(row["step"], 0) + row["tokens"]
     measured = np.array(list(slowest.values()))

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from gradwire.base.errors import BadInput
 from gradwire.base.rank_env import rank_options, ranks_here
 from gradwire.bench.training.settings import Options, check_enough_data, check_run_folder, settings_of
+
+if TYPE_CHECKING:
+    from gradwire.bench.training.step import Preemption
+    from gradwire.comm.collectives.world import World
 
 PRELOAD = (
     "gradwire.bench.training.loop",
@@ -36,10 +42,11 @@ def preflight(options: Options) -> None:
     from gradwire.lm.data import shards
     from gradwire.lm.models import causal
 
-    world_size = options.world_size or 1
+    world_size = options.simulated_ranks or options.world_size or 1
     settings = settings_of(options).shared_out(world_size, None)
     training = settings.training
-    world.choose(training.backend, training.device, ranks_here(world_size), world.detect_gpus())
+    processes = 1 if options.simulated_ranks else ranks_here(world_size)
+    world.choose(training.backend, training.device, processes, world.detect_gpus())
     folder = shards_folder(options, rank=0)
     shards.check(folder)
     split = shards.Shards(folder, "train")
@@ -69,22 +76,34 @@ def main(options: Options) -> None:
     if "RANK" not in os.environ:
         preflight(options)
 
+    from gradwire.bench.training.step import preemption
+    from gradwire.comm.collectives.world import process_group, simulated_world
+
+    with process_group(**rank_options(options)) as world, preemption() as asked:
+        if options.simulated_ranks is None:
+            take_part(options, world, asked)
+            return
+        if world.world_size > 1:
+            raise BadInput(
+                f"--simulated_ranks {options.simulated_ranks} take turns in one process, and there are "
+                f"{world.world_size}: omit it, or start one."
+            )
+        simulated_world(options.simulated_ranks, world.device, lambda rank: take_part(options, rank, asked))
+
+
+def take_part(options: Options, world: World, asked: Preemption) -> None:
+    """Do what one rank does."""
     from gradwire.bench.training import results
     from gradwire.bench.training.loop import train
     from gradwire.bench.training.measure import link_name
-    from gradwire.bench.training.step import preemption
-    from gradwire.comm.collectives.world import process_group
     from gradwire.lm.data.shards import Shards
 
-    settings = settings_of(options)
-    with process_group(**rank_options(options)) as world:
-        settings = settings.shared_out(world.world_size, link_name())
-        folder = shards_folder(options, world.rank)
-        splits = Shards(folder, "train"), Shards(folder, "val")
-        check_enough_data(len(splits[0]), settings.training.batch_size, world.world_size)
-        identity = settings.identity(world.world_size, splits[0].digest)
-        with preemption() as asked:  # a signal after the last step does not interrupt writing
-            model, optimizer, outcome = train(settings, splits, world, identity, asked)
-            record = results.write(settings, identity, splits, world, model, optimizer, outcome)
+    settings = settings_of(options).shared_out(world.world_size, link_name())
+    folder = shards_folder(options, world.rank)
+    splits = Shards(folder, "train"), Shards(folder, "val")
+    check_enough_data(len(splits[0]), settings.training.batch_size, world.world_size)
+    identity = settings.identity(world.world_size, splits[0].digest)
+    model, optimizer, outcome = train(settings, splits, world, identity, asked)
+    record = results.write(settings, identity, splits, world, model, optimizer, outcome)
     if record is not None:
         print(results.summary(record))

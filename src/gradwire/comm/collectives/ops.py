@@ -18,6 +18,7 @@ from torch import Tensor
 from gradwire.base.errors import RunFault
 from gradwire.comm.closed_forms import rank_bytes, share
 from gradwire.comm.collectives.meter import METER, Meter
+from gradwire.comm.collectives.simulated import simulated
 
 Group: TypeAlias = dist.ProcessGroup | None
 
@@ -98,7 +99,7 @@ def all_gather(
     world = dist.get_world_size(group)
     gathered = torch.empty((world, *x.shape), dtype=x.dtype, device=x.device)
     with called(meter, "all_gather", purpose, (world - 1) * nbytes(x), device=x.device):
-        if bulk and x.device.type == "cpu":
+        if bulk and x.device.type == "cpu" and not simulated(group):
             _chunked([x.view(-1)] * world, list(gathered.view(world, -1)), group)
         else:
             dist.all_gather(list(gathered), x.contiguous(), group=group)
@@ -139,7 +140,7 @@ def all_to_all(
     """
     received = torch.empty(sum(sizes_in), dtype=x.dtype, device=x.device)
     with called(meter, "all_to_all", purpose, x.numel() - sizes_out[dist.get_rank(group)], device=x.device):
-        if bulk and x.device.type == "cpu":
+        if bulk and x.device.type == "cpu" and not simulated(group):
             _chunked(x.split(list(sizes_out)), received.split(list(sizes_in)), group)
         else:
             dist.all_to_all_single(received, x, list(sizes_in), list(sizes_out), group=group)

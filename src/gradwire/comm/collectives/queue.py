@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.comm.collectives.ops import Group
+from gradwire.comm.collectives.simulated import simulated
 from gradwire.comm.torch_internals import timeout_of
 
 Task: TypeAlias = Callable[[], Tensor]
@@ -244,10 +245,11 @@ def build_queue(group: Group, device: torch.device, overlap: bool) -> tuple[Redu
 
     Args:
         group: The ranks.
-        device: Where the gradients are. gloo's collectives of CUDA tensors block the host and do not overlap.
+        device: Where the gradients are. gloo's collectives of CUDA tensors block the host and do not overlap, nor do
+            those of simulated ranks.
         overlap: Whether tasks run while the caller goes on.
     """
-    if overlap and device.type == "cpu":
+    if overlap and device.type == "cpu" and not simulated(group):
         ranks = group or dist.group.WORLD
         assert ranks is not None
         if ranks not in WORKERS:

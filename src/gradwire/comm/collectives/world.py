@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from threading import Event, Thread
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,9 @@ from gradwire.base.errors import BadInput, RunFault, unknown
 from gradwire.base.rank_env import BACKENDS, DEVICES, TIMEOUT, RankEnv, rank_env, ranks_here
 from gradwire.comm.collectives import ops
 from gradwire.comm.collectives.meter import Meter
+from gradwire.comm.collectives.simulated import SIMULATED, simulate
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,11 @@ class World:
     world_size: int
     backend: str
     device: torch.device
+
+    @property
+    def simulated(self) -> bool:
+        """Whether the ranks take turns in one process, so that times and memory are not a rank's."""
+        return self.backend == SIMULATED
 
 
 class Choice(NamedTuple):
@@ -134,6 +142,17 @@ def process_group(
     finally:
         if finished or here.world_size == 1:
             dist.destroy_process_group()
+
+
+def simulated_world(ranks: int, device: torch.device, run: Callable[[World], T]) -> list[T]:
+    """Run a function on simulated ranks, each with its view of their group; as `simulated.simulate`.
+
+    Args:
+        ranks: Number of ranks.
+        device: The device that all of them compute on.
+        run: Called with each rank's view.
+    """
+    return simulate(ranks, lambda rank: run(World(rank, 0, ranks, SIMULATED, device)), device)
 
 
 def _join(here: RankEnv, backend: str, device: torch.device, timeout: timedelta) -> None:

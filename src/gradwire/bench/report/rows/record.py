@@ -49,6 +49,7 @@ class Result(Row):
     measured steps, all others are per step. Bytes are sums over ranks and all optimizer steps.
 
     - ``extra_collectives``: collectives of a rank's reductions beyond one payload collective each, over the whole run.
+    - ``world``: ``processes``, or ``simulated`` for ranks that take turns in one process, which have no times.
     - ``precision``: of the forward pass in training; ``gradient_dtype``: of the gradients that are compressed;
       ``evaluation_precision``: of the forward pass behind ``val_ppl``.
     - ``density``, ``sparsity``: share of the elements that sparsifiers sent of what they encoded, and the rest.
@@ -72,6 +73,7 @@ class Result(Row):
     compressor: str
     strategy: str
     backend: Text = None
+    world: Text = None
     link: str
     device: Text = None
     status: Status

@@ -65,6 +65,7 @@ try:
     CELLS = EXPERIMENT.cells()
     TIMED = EXPERIMENT.timed
     NO_LINKS = probe().reason if EXPERIMENT.needs_links else ""
+    SIMULATED = EXPERIMENT.simulated()
     RUNS = [run for run in EXPERIMENT.runs() if why_left_out(run) is None]
     CORPUS = f"results/data/{EXPERIMENT.dataset.corpus_folder}"
     VARIANT = variant_for(EXPERIMENT.training.device)
@@ -160,24 +161,39 @@ def islands_of(wildcards):
     return Run.of(dict(wildcards.items())).islands
 
 
+def simulated(wildcards):
+    """Whether the run's ranks take turns in one process."""
+    return Run.of(dict(wildcards.items())) in SIMULATED
+
+
+def processes_of(wildcards):
+    """The number of processes that train, with one core each."""
+    return 1 if simulated(wildcards) else world_size_of(wildcards)
+
+
+def simulation_of(wildcards):
+    """The flag for ranks that take turns in one process."""
+    return f"--simulated_ranks {wildcards.world_size}" if simulated(wildcards) else ""
+
+
 def train_threads(wildcards):
-    """One core per rank; all cores in a timing experiment."""
+    """One core per process; all cores in a timing experiment."""
     whole = workflow.cores if TIMED else None
-    return whole or world_size_of(
+    return whole or processes_of(
         wildcards
     )  # `cores` is set for the local executor only
 
 
 def ranks_at_most(wildcards):
-    """Number of ranks that share the cores; in a timing experiment the most of any run, for equal shares."""
+    """Number of processes that share the cores; in a timing experiment the most of any run, for equal shares."""
     if TIMED:
         return max(run.world_size for run in RUNS)
-    return int(wildcards.world_size)
+    return processes_of(wildcards)
 
 
 def nodes_needed(wildcards):
     """The fewest nodes that share the ranks evenly, with at most RANKS_PER_NODE each; one for a shaped link."""
-    ranks = int(wildcards.world_size)
+    ranks = processes_of(wildcards)
     if RANKS_PER_NODE is None or wildcards.link != "none":
         return 1
     return next(
@@ -198,16 +214,16 @@ def on_many_nodes(value):
 
 
 def gpus_needed(wildcards):
-    """One GPU per rank if the experiment uses GPUs; several nodes request them with `gres`, which counts per node."""
+    """One GPU per process if the experiment uses GPUs; several nodes request them with `gres`, which counts per node."""
     cuda = EXPERIMENT.training.device == "cuda"
-    return int(wildcards.world_size) if cuda and nodes_needed(wildcards) == 1 else None
+    return processes_of(wildcards) if cuda and nodes_needed(wildcards) == 1 else None
 
 
 def gpus_per_node(wildcards, nodes, threads):
     """GPUs of each of several nodes, in Slurm's notation."""
     if EXPERIMENT.training.device != "cuda":
         return None
-    return f"gpu:{int(wildcards.world_size) // nodes}"
+    return f"gpu:{processes_of(wildcards) // nodes}"
 
 
 def granted_gpus(wildcards, resources):

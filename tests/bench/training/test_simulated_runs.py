@@ -1,0 +1,79 @@
+"""Runs of `train` whose ranks take turns in one process: those of gloo processes, without times."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from test_checkpoints import train, weights
+from test_training import run, shards, words  # noqa: F401  a fixture
+
+LOCAL = {"method": "onebit", "comm_optimizer": "diloco", "H": 2, "outer_lr": 0.9, "outer_momentum": 0.5}
+CELLS = {
+    "local": {**LOCAL, "inner": "muon"},
+    "momenta": {"method": "onebit", "comm_optimizer": "onebit_adam", "dense_steps": 2},
+    "framework": {"method": "none"},
+}
+DRAWING = json.dumps({"architecture": "gpt2", "hidden_size": 16, "layers": 1, "heads": 2, "dropout": 0.1})
+TIMES = ("_ms", "_s")
+
+
+def cell(name: str) -> dict[str, object]:
+    """Flags of a run in which an all-gathered evaluation, clipping and a checkpoint happen too."""
+    return {"comm_config_json": json.dumps(CELLS[name]), "strategy": "ddp", "checkpoint_every": 4, "eval_every": 3}
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("local", 2), ("momenta", 2), ("framework", 2), ("local", 4)])
+def test_a_simulated_run_is_that_of_processes(world, shards, tmp_path, name, ranks):  # noqa: F811
+    here, there = tmp_path / "simulated", tmp_path / "processes"
+    _, expected = world(ranks).run(run, words(shards, there, **cell(name)))[0]
+    assert train(here, shards, "--simulated_ranks", str(ranks), **cell(name)) == 0
+    record = json.loads((here / "record.json").read_text())
+    assert weights(here) == weights(there)
+    rows, expected_rows = (pq.read_table(folder / "steps.parquet").to_pylist() for folder in (here, there))
+    for row, other in zip(rows, expected_rows, strict=True):
+        timed = {column for column in row if column.endswith(TIMES)}
+        assert {row[column] for column in timed} == {None}
+        assert {c: row[c] for c in row if c not in timed} == {c: other[c] for c in row if c not in timed}
+    differing = {key for key in record if record[key] != expected[key]} - {"environment", "run_name"}
+    assert (record["world"], expected["world"]) == ("simulated", "processes")
+    assert {key for key in differing if "time" not in key and record[key] is not None} == {
+        *("backend", "world", "measured_steps")
+    }
+    assert {record[key] for key in differing if "time" in key} <= {None}
+    assert record["mem_peak_alloc_gb"] is None
+    assert len([*(here / "environment").iterdir()]) == ranks
+
+
+def test_a_simulated_run_resumes_inside_a_round_and_as_processes(world, shards, tmp_path):  # noqa: F811
+    whole, ranks = tmp_path / "whole", 2
+    options = cell("local") | {"checkpoint_every": 3, "keep_checkpoints": 2}  # a round ends after steps 2, 4, 6
+    assert train(whole, shards, "--simulated_ranks", str(ranks), **options) == 0
+    for name in ("turns", "processes"):
+        folder = tmp_path / name
+        shutil.copytree(whole / "checkpoints/step00000003", folder / "checkpoints/step00000003")
+        if name == "turns":
+            assert train(folder, shards, "--simulated_ranks", str(ranks), "--resume", **options) == 0
+        else:
+            world(ranks).run(run, words(shards, folder, "--resume", **options))
+        assert weights(folder) == weights(whole), name
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--strategy", "fsdp2"), "simulated ranks hold a whole model each, and strategy fsdp2 shards it: use naive"),
+        (("--verify_sync", "2"), "--verify_sync waits for ranks with a process each"),
+        (("--global_batch_size", "7"), "global_batch_size 7 cannot be divided evenly among 2 rank(s)"),
+    ],
+)
+def test_what_a_simulation_cannot_do_is_one_line(shards, tmp_path, capsys, flags, message):  # noqa: F811
+    folder: Path = tmp_path / "run"
+    assert train(folder, shards, "--simulated_ranks", "2", "--strategy", "ddp", *flags) == 2
+    printed = capsys.readouterr().err
+    assert message in printed
+    assert len(printed.strip().splitlines()) == 1
+    assert not (folder / "record.json").exists()
