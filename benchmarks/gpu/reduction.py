@@ -2,7 +2,7 @@
 
 One rank encodes, hands its message to itself by NCCL, and decodes it, in the phases of an exchange: the GPU does what
 it does at W = 2, and no wire costs anything. So a reduction has a time, and with it the speed of a link below which it
-saves more than it takes. Then steps whose backward pass it overlaps, by the queue on a stream.
+saves more than it takes. Each is followed by steps whose backward pass it overlaps, by the queue on a stream.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def stepped(world: World, label: str | None) -> Row:
 
 
 def main() -> int:
-    """Measure reductions by themselves, then inside of steps."""
+    """Measure each reduction by itself, then inside of steps."""
     part = Part("reduction")
     ranks = Ranks(lambda: group(1, "auto", DEVICE))
 
@@ -107,16 +107,15 @@ def main() -> int:
         return part.measure(name, lambda: ranks.run(part.at_most(30), task, *arguments)[0])
 
     labels = list(CELLS)[:4] if SMALL else list(CELLS)
-    for label in labels:
-        found = ask(f"{label} alone", alone, label)
-        if label in ("int8", "bf16", "signsgd") and not SMALL:
-            part.target(f"{label} alone, host, ms", found and found["host_ms"], HOST_MS)
     bare = ask("step, unhooked", stepped, None)
     for label in labels:
-        found, whole = ask(f"step, {label}", stepped, label), part.row(f"{label} alone")
-        if found and bare and whole:
-            found["exposed_ms"] = found["step_ms"] - bare["step_ms"]
-            found["hidden"] = 1 - found["exposed_ms"] / whole["ms"]
+        reduced = ask(f"{label} alone", alone, label)
+        if label in ("int8", "bf16", "signsgd") and not SMALL:
+            part.target(f"{label} alone, host, ms", reduced and reduced["host_ms"], HOST_MS)
+        step = ask(f"step, {label}", stepped, label)
+        if step and bare and reduced:
+            step["exposed_ms"] = step["step_ms"] - bare["step_ms"]
+            step["hidden"] = 1 - step["exposed_ms"] / reduced["ms"]
     ranks.end()
     return part.finish(
         ["ms", "host_ms", "kernels", "kernels_ms", "bytes", "pays_below_gbit_s", "step_ms", "exposed_ms", "hidden"]

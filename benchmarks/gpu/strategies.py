@@ -195,7 +195,7 @@ def main() -> int:
     counting.end()
     strategies = ("ddp", "fsdp2") if SMALL else STRATEGIES
     labels = ("none", "int8", "onebit_adam") if SMALL else tuple(CELLS)
-    for world in [2, 1, *([gpus] if gpus > 2 else [])]:
+    for world in [1, 2, *([gpus] if gpus > 2 else [])]:
         # NCCL with a GPU for each rank, gloo where they share one
         here = Ranks(lambda world=world: group(world, "auto", DEVICE))
         there = Ranks(lambda world=world: group(world, "gloo", "cpu"))
