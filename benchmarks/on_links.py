@@ -28,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser, default: list[str]) -> None:
 def rows_of_links(args: argparse.Namespace, rank: Callable[[argparse.Namespace], None]) -> list[Any]:
     """Run ``rank(args)`` in the ranks of every link; the rows that it gave to `add`, none in a rank."""
     if "RANK" in os.environ:
+        links.join()
         rank(args)
     elif args.folder:
         try:
@@ -53,7 +54,7 @@ def one_link(args: argparse.Namespace) -> None:
         return
     links.enter(args.links[0])
     with links.testbed(args.links[0], args.world_size) as testbed, environment(testbed.environment):
-        start(testbed.command(command), args.world_size, "spawn", *testbed.meeting_point("spawn"))
+        start(command, args.world_size, "spawn", *testbed.meeting_point("spawn"))
 
 
 def add(args: argparse.Namespace, row: list[Any]) -> None:

@@ -16,6 +16,7 @@ from gradwire.base.extras import missing
 from gradwire.base.failures import exit_code, reason, report_rank_failure, unexpected, where
 from gradwire.base.flags import check_words
 from gradwire.bench.command import Command, verb_of
+from gradwire.bench.launch import links
 from gradwire.bench.verbs import VERBS
 
 
@@ -69,6 +70,7 @@ def usage() -> str:
 
 def entry() -> NoReturn:
     """The console script."""
+    links.join()
     parent_watch.watch()
     code = main(sys.argv[1:])
     reader_left()

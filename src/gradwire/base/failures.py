@@ -13,7 +13,8 @@ from typing import Any
 from gradwire.base.errors import FAULT, BadInput, GradwireError, RunFault, bounded
 from gradwire.base.files import read_json, write_json
 
-RANK_FAILURES = "GRADWIRE_RANK_FAILURES"  # a folder, set by `gradwire launch` for the ranks it starts
+RANK_FAILURES = "GRADWIRE_RANK_FAILURES"  # a folder, set by `gradwire launch` for the processes it starts
+CHECK = "GRADWIRE_CHECK"  # set by `gradwire launch` for the process that checks the ranks' input
 
 # In messages of gloo, NCCL and the store about a peer that exited, hangs or runs another collective.
 LOST_PEER = ("gloo/transport/", "ncclRemoteError", "DistNetworkError", "DistStoreError")
@@ -109,8 +110,8 @@ def diverged(run_folder: Path) -> bool:
 
 
 def is_rank() -> bool:
-    """Whether ``gradwire launch`` started this process and reports its failure, which it finds by the rank."""
-    return RANK_FAILURES in os.environ and os.environ.get("RANK", "").isdecimal()
+    """Whether ``gradwire launch`` started this process, a rank or the check before them, and reports its failure."""
+    return RANK_FAILURES in os.environ and (CHECK in os.environ or os.environ.get("RANK", "").isdecimal())
 
 
 def report_rank_failure(error: BaseException) -> bool:
@@ -121,7 +122,7 @@ def report_rank_failure(error: BaseException) -> bool:
     """
     if not is_rank():
         return False
-    rank = int(os.environ["RANK"])
+    rank = int(os.environ.get("RANK", 0))  # the check has none
     write_json(
         Path(os.environ[RANK_FAILURES]) / f"rank{rank}.json",
         {

@@ -12,6 +12,7 @@ from gradwire.base.errors import BadInput
 from gradwire.base.files import digest
 
 PACKAGE = Path(__file__).parents[1]
+BLOCKS = ("body", "orelse", "finalbody", "handlers", "cases")  # fields of a statement that hold statements
 
 
 # Why: docs/decisions.md, "The source digest is static".
@@ -52,6 +53,7 @@ def closure(modules: tuple[str, ...], package: Path = PACKAGE) -> dict[str, byte
     return sources
 
 
+@cache
 def module_file(name: str, package: Path = PACKAGE) -> Path | None:
     """The file of a module or package by its full name; None if it is not in this package."""
     if name.partition(".")[0] != package.name:  # as for most imports: saves a disk access
@@ -67,11 +69,19 @@ def imports(source: bytes) -> frozenset[str]:
     return frozenset(_imports(ast.parse(source)))
 
 
-def _imports(tree: ast.AST) -> Iterator[str]:
-    for node in ast.walk(tree):
+def _imports(tree: ast.Module) -> Iterator[str]:
+    for node in _statements(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             module = f"{'.' * node.level}{node.module or ''}"
             yield module
             yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def _statements(block: ast.AST) -> Iterator[ast.AST]:
+    """All statements in a block, at any depth; most nodes of a tree are expressions, which import nothing."""
+    for name in BLOCKS:
+        for statement in getattr(block, name, ()):
+            yield statement
+            yield from _statements(statement)

@@ -1,22 +1,23 @@
 """A command: a verb with its flags, which it checks and runs.
 
 A verb is a module with ``Options`` (a model whose fields are the flags) and ``main(options)``, and optionally
-``preflight(options)`` (checks before any rank starts), ``beside(options)`` (the output folder, for
-``<verb>.failed.json``) and ``PRELOAD`` (slow imports of each rank, which `launch` imports once). Heavy imports are
-inside functions to keep ``gradwire --help`` and Snakemake fast.
+``preflight(options)`` (checks before any rank starts, in a process that only does that), ``beside(options)`` (the
+output folder, for ``<verb>.failed.json``) and ``PRELOAD`` (slow imports of each rank, which `launch` imports once).
+Heavy imports are inside functions to keep ``gradwire --help`` and Snakemake fast.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from gradwire.base.errors import DONE, BadInput, did_you_mean, unknown
 from gradwire.base.extras import missing
-from gradwire.base.failures import clear_failure, is_rank, refuse_again, write_failure
+from gradwire.base.failures import CHECK, clear_failure, is_rank, refuse_again, write_failure
 from gradwire.base.flags import COUNT, check_numbers, check_paths, writable
 
 
@@ -161,6 +162,9 @@ class Command:
                 refuse_again(self.folder, recorded.name)
             for command in commands:
                 check_numbers(command._parser, command.arguments)
+            if CHECK in os.environ:
+                self.module.preflight(self.options)
+                return DONE
             code: int = self.module.main(self.options) or DONE
         except (Exception, KeyboardInterrupt) as raised:
             if self.folder is not None and not is_rank():  # `launch` reports it once for all ranks

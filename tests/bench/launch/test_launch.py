@@ -249,7 +249,6 @@ def test_a_second_attempt_at_a_fault_runs_and_removes_the_failure_file(tmp_path)
         (["--gpus", "1"], "2 ranks need a GPU each and 1 were granted"),
         (["--master_addr", "192.0.2.1"], "192.0.2.1"),
         (["--nodes", "3"], "--nodes 3 cannot share --world_size 2 evenly"),
-        (["--launcher", "fork", "--link", "10mbit"], "--launcher fork starts ranks on the CPU of one machine"),
         (["--nodes", "2"], "--launcher spawn supports one machine only"),
         (["--nodes", "2", "--launcher", "torchrun"], "not a Slurm job"),
         (["--nodes", "2", "--launcher", "torchrun", "--link", "10mbit"], "within one machine"),
@@ -293,6 +292,37 @@ def test_forked_ranks_end_with_their_template_and_their_launcher(tmp_path, kille
     assert running.returncode == code
     assert killed == "launcher" or "the process that forks the ranks exited early" in stderr
     wait_until(lambda: not left_behind(tmp_path))
+
+
+SHARING = """
+import json, subprocess, sys
+from gradwire.bench.launch.fork import share
+share(("counted",), {})
+for launch in map(json.loads, sys.argv[1:]):
+    done = subprocess.run(launch["command"], cwd=launch["folder"], capture_output=True, text=True)
+    print(json.dumps([done.returncode, done.stderr]))
+"""
+
+
+def test_launchers_share_a_template_that_imports_once_and_ends_with_its_owner(tmp_path):
+    (tmp_path / "counted.py").write_text(f"print(1, file=open({str(tmp_path / 'imports')!r}, 'a'))")
+    launches = []
+    for number, ranks in enumerate(({}, {1: "refuse"})):
+        folder = tmp_path / f"launch{number}"
+        folder.mkdir()
+        words = command(Path("out"), ranks, launcher="fork")  # relative to the launcher's folder
+        launches.append(json.dumps({"command": words, "folder": str(folder)}))
+    environment = {**CLEAN, "PYTHONPATH": f"{tmp_path}:{CLEAN.get('PYTHONPATH', '')}", "TMPDIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", SHARING, *launches], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert list(map(json.loads, done.stdout.splitlines())) == [
+        [0, ""],
+        [2, "gradwire launch: rank 1: an option is bad.\n"],
+    ], done.stderr
+    assert len(started(tmp_path / "launch0/out")) == 2
+    assert (tmp_path / "imports").read_text() == "1\n"
+    wait_until(lambda: not list(tmp_path.glob("gradwire-template-*")))
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

@@ -15,6 +15,7 @@ import pytest
 from test_launch import CLEAN, command, failure
 
 from gradwire.bench.launch import links
+from gradwire.bench.launch.fork import SHARED, share
 
 MEGABYTE = 4 * (2**18 + 1)
 OFFER = links.probe()
@@ -51,7 +52,7 @@ def what_is_there() -> list[str]:
 
 
 @shaped
-@pytest.mark.parametrize(("launcher", "mbit"), [("torchrun", 80), ("spawn", 20)])
+@pytest.mark.parametrize(("launcher", "mbit"), [("fork", 50), ("torchrun", 80), ("spawn", 20)])
 def test_a_link_keeps_its_rate_and_its_interface_counts(tmp_path, launcher, mbit):
     before = what_is_there()
     ranks = transfer(tmp_path, "--link", f"{mbit}mbit", launcher=launcher)
@@ -66,7 +67,7 @@ def test_a_link_keeps_its_rate_and_its_interface_counts(tmp_path, launcher, mbit
 
 
 @shaped
-@pytest.mark.parametrize("launcher", ["torchrun", "spawn"])
+@pytest.mark.parametrize("launcher", ["fork", "torchrun"])
 def test_a_cable_between_islands_carries_only_what_leaves_them(tmp_path, launcher):
     before = what_is_there()
     flags = ("--world_size", "4", "--link", "between-200mbit")
@@ -106,12 +107,17 @@ def test_a_testbed_that_cannot_be_built_is_one_message(tmp_path):
 
 
 @shaped
-def test_an_ordinary_user_can(tmp_path):
+@pytest.mark.parametrize("shared", [False, True])
+def test_an_ordinary_user_can(tmp_path, monkeypatch, shared):
     """Without the power to make a network namespace, but with user namespaces allowed."""
     assert subprocess.run([*POWERLESS, "unshare", "--net", "true"], capture_output=True).returncode != 0
     if reason := subprocess.run([*POWERLESS, "unshare", "--user", "true"], capture_output=True, text=True).stderr:
         pytest.skip(f"no user namespaces here: {reason}")
-    assert transfer(tmp_path, "--link", "100mbit", launcher="spawn", before=POWERLESS)[0]["link"] == "100mbit"
+    if shared:  # its forks join the launcher's namespaces
+        monkeypatch.setenv("TMPDIR", str(tmp_path))
+        share((), {})
+        monkeypatch.setitem(CLEAN, SHARED, os.environ.pop(SHARED))
+    assert transfer(tmp_path, "--link", "100mbit", launcher="fork", before=POWERLESS)[0]["link"] == "100mbit"
 
 
 @shaped

@@ -20,7 +20,7 @@ from gradwire.base.units import UNSHAPED
 from gradwire.bench.command import Command
 from gradwire.bench.launch import leases, links, nodes
 from gradwire.bench.launch.fork import Template
-from gradwire.bench.launch.ranks import FORK, check_address, environment, rank_variables, start
+from gradwire.bench.launch.ranks import FORK, check, check_address, environment, rank_variables, start
 from gradwire.comm.topology import between_islands, check_topology, link_rate
 
 RANK = (sys.executable, "-m", "gradwire")  # command line of `gradwire` in a rank
@@ -34,7 +34,7 @@ class Options(Strict):
     launcher: Literal["fork", "torchrun", "spawn"] | None = Field(
         None,
         description="fork: fork ranks from one process that has imported torch; torchrun; spawn: start plain processes "
-        "(default: fork on the CPU of one machine without --link, else torchrun)",
+        "(default: fork on the CPU of one machine, else torchrun)",
     )
     torchrun: bool = Field(False, description="same as --launcher torchrun")
     master_addr: str = Field("127.0.0.1", description="address of rank 0")
@@ -74,7 +74,7 @@ def main(options: Options) -> None:
         _launcher(options, gpus, command.module) as launcher,
     ):
         if hasattr(command.module, "preflight"):
-            command.module.preflight(command.options)
+            _check_input(options, command, launcher)
         # On several nodes Slurm assigns the devices.
         with leases.machine(options.alone), leases.gpus(gpus) as variables, environment(variables):
             _start(options, command, launcher)
@@ -95,20 +95,29 @@ def _wanted_gpus(options: Options, child: argparse.Namespace) -> int:
     return leases.wanted_gpus(getattr(child, "device", None), getattr(child, "backend", None), options.world_size)
 
 
+def _check_input(options: Options, command: Command, launcher: str | Template) -> None:
+    """Run the verb's checks: in a fork of the template, or here if there is none, where torchrun imports torch too."""
+    if not isinstance(launcher, Template):
+        command.module.preflight(command.options)
+        return
+    size = ["--world_size", str(options.world_size)] if hasattr(command.arguments, "world_size") else []
+    check([*RANK, *options.command, *size], launcher)
+
+
 @contextmanager
 def _launcher(options: Options, gpus: int, module: ModuleType) -> Iterator[str | Template]:
     """Yield the launcher's name, or the template that forks the ranks, which starts its imports here.
 
     Ranks on GPUs are started by torchrun, as CUDA does not survive a fork.
     """
-    simple = options.nodes == 1 and options.link == UNSHAPED and not gpus
+    simple = options.nodes == 1 and not gpus
     chosen = options.launcher or (FORK if simple else "torchrun")
     if chosen != FORK:
         yield chosen
         return
     if not simple:
-        raise BadInput(f"--launcher {FORK} starts ranks on the CPU of one machine, without --link: use torchrun.")
-    with environment(rank_variables(options.world_size)), Template(getattr(module, "PRELOAD", ())) as template:
+        raise BadInput(f"--launcher {FORK} starts ranks on the CPU of one machine: use torchrun.")
+    with Template(getattr(module, "PRELOAD", ()), rank_variables(options.world_size)) as template:
         yield template
 
 
@@ -122,13 +131,12 @@ def _start(options: Options, command: Command, launcher: str | Template) -> None
         check_address(options.master_addr, options.master_port)
         start(words, options.world_size, launcher, options.master_addr, options.master_port)
         return
-    assert isinstance(launcher, str)  # no template with links
     namespaces = command.arguments.islands if between_islands(options.link) else options.world_size
     with (
         links.testbed(options.link, namespaces, options.world_size // namespaces) as testbed,
         environment(testbed.environment),
     ):
-        start(testbed.command(words), options.world_size, launcher, *testbed.meeting_point(launcher))
+        start(words, options.world_size, launcher, *testbed.meeting_point(launcher))
 
 
 def _check_size(options: Options, child: argparse.Namespace) -> None:

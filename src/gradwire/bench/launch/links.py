@@ -15,17 +15,19 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from ipaddress import IPv4Address
 from pathlib import Path
 from typing import NamedTuple
 
 from gradwire.base.errors import BadInput, RunFault
+from gradwire.bench.launch import namespaces
 from gradwire.comm.topology import between_islands, link_rate
 
 LINK, INTERFACE = "GRADWIRE_LINK", "GRADWIRE_INTERFACE"  # a rank's link and network interface
 INSIDE = "GRADWIRE_TESTBED"  # set once the launcher has moved
+NAMESPACES = "GRADWIRE_NAMESPACES"  # the ranks in each namespace, and the folder of the namespaces' files: 1:/tmp/x
 TOOLS = {"unshare": "util-linux", "nsenter": "util-linux", "ip": "iproute2", "tc": "iproute2"}
 UNSHARE: tuple[list[str], ...] = ([], ["--user", "--map-root-user"])  # as root, and rootless
 DEVICE = "eth0"  # in each namespace
@@ -97,12 +99,12 @@ class Testbed:
 
     Args:
         link: The link, whose rate each namespace's cable has.
-        namespaces: Number of namespaces.
+        islands: Number of namespaces.
         ranks: Number of ranks in each.
         folder: The folder for the namespaces' files.
     """
 
-    def __init__(self, link: str, namespaces: int, ranks: int, folder: Path) -> None:
+    def __init__(self, link: str, islands: int, ranks: int, folder: Path) -> None:
         self.link = link
         self.ranks = ranks
         self.frame = FRAME_BETWEEN if between_islands(link) else FRAME
@@ -111,7 +113,7 @@ class Testbed:
         _run("ip link add switch type bridge")
         _run(f"ip addr add {SWITCH}/16 dev switch")
         _run("ip link set switch up")
-        for number in range(namespaces):
+        for number in range(islands):
             self._add(number)
 
     def _add(self, number: int) -> None:
@@ -128,24 +130,27 @@ class Testbed:
         _run(f"{inside} ip addr add {FIRST + number}/16 dev {DEVICE}")
         _run(f"{inside} tc qdisc add dev {DEVICE} root {shaping(self.link)}")
 
-    def command(self, words: Sequence[str]) -> list[str]:
-        """The command line that runs ``words`` in the namespace of the rank in the variable RANK."""
-        script = f'exec nsenter --net="$0/namespace$((RANK / {self.ranks}))" "$@"'
-        return ["sh", "-c", script, str(self.folder), *words]
-
     @property
     def environment(self) -> dict[str, str]:
-        """Environment variables of the ranks: the link and the network interface."""
+        """Environment variables of the ranks: the link, the network interface and the namespaces."""
         interfaces = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), DEVICE)
-        return {LINK: self.link, INTERFACE: DEVICE, **interfaces}
+        return {LINK: self.link, INTERFACE: DEVICE, NAMESPACES: f"{self.ranks}:{self.folder}", **interfaces}
 
-    def meeting_point(self, launcher: str) -> tuple[str, int]:
+    def meeting_point(self, launcher: object) -> tuple[str, int]:
         """Address and port of the rendezvous: torchrun's agent at the switch, else rank 0."""
         return str(SWITCH if launcher == "torchrun" else FIRST), PORT
 
 
+def join() -> None:
+    """Move this rank to its namespace, if the launcher built a testbed; a rank without one stays."""
+    if NAMESPACES in os.environ:
+        ranks, _, folder = os.environ[NAMESPACES].partition(":")
+        namespace = Path(folder, f"namespace{int(os.environ['RANK']) // int(ranks)}")
+        namespaces.enter(os.open(namespace, os.O_RDONLY))
+
+
 @contextmanager
-def testbed(link: str, namespaces: int, ranks: int = 1) -> Iterator[Testbed]:
+def testbed(link: str, islands: int, ranks: int = 1) -> Iterator[Testbed]:
     """Build the testbed in the namespaces that `enter` created, with ``ranks`` in each of its own.
 
     Raises:
@@ -153,7 +158,7 @@ def testbed(link: str, namespaces: int, ranks: int = 1) -> Iterator[Testbed]:
     """
     with tempfile.TemporaryDirectory(prefix="gradwire-link-") as folder:
         try:
-            yield Testbed(link, namespaces, ranks, Path(folder))
+            yield Testbed(link, islands, ranks, Path(folder))
         finally:
             for namespace in Path(folder).iterdir():  # after a failed build, the last one may not be mounted
                 subprocess.run(["umount", namespace], capture_output=True, check=False)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gradwire.base.errors import FAULT, BadInput, GradwireError, RunFault, Stopped
-from gradwire.base.failures import RANK_FAILURES, rank_failures
+from gradwire.base.failures import CHECK, RANK_FAILURES, rank_failures
 from gradwire.base.parent_watch import PARENT, RANK_GRACE
 from gradwire.base.rank_env import is_loopback
 from gradwire.bench.launch.fork import Template
@@ -35,10 +35,12 @@ HINTS = {signal.SIGKILL: " (out of memory?)", signal.SIGABRT: " (ranks out of st
 
 
 class RankFailure(GradwireError):
-    """The failure of the rank that failed first, with that rank's exit code."""
+    """The failure of the rank that failed first, or of the check before them, with its exit code."""
 
-    def __init__(self, rank: int, message: str, exit_code: int, step: int | None = None, traceback: str = "") -> None:
-        super().__init__(f"rank {rank}: {message}", step=step)
+    def __init__(
+        self, rank: int | None, message: str, exit_code: int, step: int | None = None, traceback: str = ""
+    ) -> None:
+        super().__init__(message if rank is None else f"rank {rank}: {message}", step=step)
         self.rank = rank
         self.exit_code = exit_code
         self.traceback = traceback
@@ -104,8 +106,25 @@ def start(
             raise first_cause(ended, rank_failures(Path(folder)))
 
 
+def check(command: Sequence[str], template: Template) -> None:
+    """Run the checks of a verb in a fork of the template.
+
+    Args:
+        command: The full command line of a rank.
+        template: The template.
+
+    Raises:
+        RankFailure: If a check failed.
+    """
+    with tempfile.TemporaryDirectory(prefix="gradwire-launch-") as folder:
+        template.start(command, [{CHECK: "1", RANK_FAILURES: folder, **rank_variables(1)}])
+        (code,) = template.wait()
+        if code:
+            raise _failure(None, rank_failures(Path(folder)).get(0), code)
+
+
 def forked(template: Template, command: list[str], world_size: int, master_addr: str, master_port: int) -> Ended:
-    """Fork the ranks from a process that has already imported torch and transformers."""
+    """Fork the ranks from the template."""
     template.start(command, places(world_size, master_addr, master_port))
     with on((signal.SIGTERM,), template.stop):
         codes = template.wait()
@@ -282,8 +301,8 @@ def _precedence(message: Mapping[str, Any] | None, code: int) -> tuple[int, floa
     return 3 if message["exit_code"] == Stopped.exit_code else 2 if message["lost_peer"] else 0, message["time"]
 
 
-def _failure(rank: int, message: Mapping[str, Any] | None, code: int) -> RankFailure:
-    """The failure of one rank."""
+def _failure(rank: int | None, message: Mapping[str, Any] | None, code: int) -> RankFailure:
+    """The failure of one rank; of the check if ``rank`` is None."""
     if message is None and code < 0:
         number = signal.Signals(-code)
         return RankFailure(rank, f"was killed by {number.name}{HINTS.get(number, '')} and left no message.", FAULT)

@@ -18,6 +18,7 @@ PRELOAD = (
     "gradwire.bench.training.loop",
     "gradwire.bench.training.results",
     "numba",
+    "pandas",
     "torch.utils.tensorboard",
     "transformers.models.gpt2.modeling_gpt2",
 )

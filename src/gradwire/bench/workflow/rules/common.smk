@@ -20,12 +20,15 @@ from gradwire.bench.image import (
     image_file,
     variant_for,
 )
+from gradwire.bench.launch.fork import share
 from gradwire.bench.launch.links import probe
+from gradwire.bench.launch.ranks import rank_variables
 from gradwire.base.strict import to_flags
 from gradwire.lm.models.presets import content as model_content
 from gradwire.base.parent_watch import PARENT
 from gradwire.base.source_digest import PACKAGE, source_digest
 from gradwire.bench.training.settings import modules
+from gradwire.bench.training.train import PRELOAD
 from gradwire.bench.config.file import EXTENDS, check, merged, read
 
 
@@ -272,6 +275,17 @@ def claim_folders():
         CLAIMED.append(claim(Path(CORPUS) / ".lock", share=reads_only))
     except BadInput as error:
         raise WorkflowError(str(error)) from None
+
+
+def share_imports():
+    """Import torch and transformers once, in a process that forks the jobs which need them.
+
+    Jobs in an image, on other machines and on GPUs import them themselves.
+    """
+    commands = [job.rule.shellcmd or "" for job in workflow.dag.needrun_jobs()]
+    launched = any("gradwire launch" in command for command in commands)
+    if launched and workflow.local_exec and not IN_IMAGE and VARIANT == "cpu":
+        share(PRELOAD, rank_variables(1))
 
 
 def write_expected():

@@ -55,11 +55,13 @@ if EXPERIMENT.gradients is not None:
         resources:
             attempt=attempt_of,
         params:
-            source=source_digest("gradwire.attribution.store.aggregate"),
+            source=source_digest(
+                "gradwire.bench.launch.launch", "gradwire.attribution.store.aggregate"
+            ),
             folder=subpath(output[0], ancestor=2),
         shell:
-            "gradwire grads aggregate --attempt {resources.attempt}"
-            " --base_path {params.folder:q} --output_dir {params.folder:q}"
+            "gradwire launch --attempt {resources.attempt} --world_size 1 --"
+            " grads aggregate --base_path {params.folder:q} --output_dir {params.folder:q}"
             " --num_gpus {wildcards.world_size} --dim {wildcards.dim} > {log:q} 2>&1"
 
     rule grads_validate:
@@ -72,12 +74,14 @@ if EXPERIMENT.gradients is not None:
         resources:
             attempt=attempt_of,
         params:
-            source=source_digest("gradwire.attribution.store.validate"),
+            source=source_digest(
+                "gradwire.bench.launch.launch", "gradwire.attribution.store.validate"
+            ),
             folder=subpath(output[0], parent=True),
             flags=to_flags(EXPERIMENT.gradients, "dim", "recompute"),
         shell:
-            "gradwire grads validate --attempt {resources.attempt}"
-            " --output_dir {params.folder:q} --check_ranks --check_aggregated"
+            "gradwire launch --attempt {resources.attempt} --world_size 1 --"
+            " grads validate --output_dir {params.folder:q} --check_ranks --check_aggregated"
             " --num_gpus {wildcards.world_size} {params.flags:q} > {log:q} 2>&1"
 
     rule grads_query:
@@ -92,13 +96,15 @@ if EXPERIMENT.gradients is not None:
         resources:
             attempt=attempt_of,
         params:
-            source=source_digest("gradwire.attribution.query.query"),
+            source=source_digest(
+                "gradwire.bench.launch.launch", "gradwire.attribution.query.query"
+            ),
             folder=subpath(output[0], parent=True),
             data=subpath(input.shards, parent=True),
             prompt=literal(EXPERIMENT.gradients.query),
         shell:
-            "gradwire grads query --attempt {resources.attempt}"
-            " --store {params.folder:q} --output_dir {params.folder:q} --prompt={params.prompt:q}"
+            "gradwire launch --attempt {resources.attempt} --world_size 1 --"
+            " grads query --store {params.folder:q} --output_dir {params.folder:q} --prompt={params.prompt:q}"
             " --model_dir {input.model:q} --shards {params.data:q} --device cpu > {log:q} 2>&1"
 
     rule norms:

@@ -28,8 +28,10 @@ rule perplexity:
     resources:
         attempt=attempt_of,
     params:
-        source=source_digest("gradwire.bench.training.perplexity"),
+        source=source_digest(
+            "gradwire.bench.launch.launch", "gradwire.bench.training.perplexity"
+        ),
         data=subpath(input.shards, parent=True),
     shell:
-        "gradwire perplexity --attempt {resources.attempt}"
-        " --model_dir {input.model:q} --data_path {params.data:q} --output {output:q} > {log:q} 2>&1"
+        "gradwire launch --attempt {resources.attempt} --world_size 1 --"
+        " perplexity --model_dir {input.model:q} --data_path {params.data:q} --output {output:q} > {log:q} 2>&1"
