@@ -167,7 +167,8 @@ def test_influence_of_tokens_on_samples(made, stores, tmp_path):
     whole = {one["id"]: one for one in json.loads(made[0].read_text())}
     for line in map(json.loads, (tmp_path / "top.jsonl").read_text().splitlines()):
         document = line["sample_id"].rpartition("@")[0].split("#")[0]
-        assert document in whole and line["text"] and math.isfinite(line["score"])
+        (form,) = {"text", "prompt", "messages"} & line.keys()
+        assert line[form] == whole[document][form] and math.isfinite(line["score"])
 
 
 def test_a_token_is_a_sample_that_ends_with_it(made):

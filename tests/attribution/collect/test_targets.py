@@ -18,8 +18,9 @@ from gradwire.attribution.collect.rows import RowMaker
 from gradwire.attribution.persample import hooks, loop, vmap
 from gradwire.attribution.store import store
 from gradwire.bench.judge import recall
-from gradwire.lm.data import shards, sources, targets
+from gradwire.lm.data import shards, sources
 from gradwire.lm.data.batches import IGNORED, collate, train_batches
+from gradwire.lm.data.chats import PLAIN
 from gradwire.lm.data.corpus import documents
 from gradwire.lm.data.shards import Shards, target_counts
 from gradwire.lm.data.tokenizer import load as load_tokenizer
@@ -385,7 +386,9 @@ def test_a_dataset_gives_prompts_or_chats(tmp_path):
     assert pairs == ([("train/0", "a one", ((2, 5),))], {"rows_without_completion": 2})
     chats, missing = read(messages_column="chat")
     assert missing == {"rows_without_answer": 1}
-    assert chats == [(f"train/{row}", *targets.of_messages(rows["chat"][row])) for row in (0, 2)]
+    assert [id_ for id_, _, _ in chats] == ["train/0", "train/2"]
+    for (_, text, spans), row in zip(chats, (0, 2), strict=True):
+        assert (text, spans) == PLAIN.read(rows["chat"][row])[:2]
     for options in ({"prompt_column": "ask"}, {"messages_column": "chat", "text_column": "ask"}):
         with pytest.raises(sources.BadInput, match=r"source datasets: .*(belong together|exclude one another)"):
             read(**options)

@@ -101,8 +101,8 @@ def test_the_page_may_fetch_from_here_only(served):
         ({"prompt": "x " * 200}, "shorten it"),
         ({"prompt": ""}, "nothing to predict"),
         ({"sample_id": "doc/99"}, "has no sample 'doc/99'"),
-        ({}, "either prompt or sample_id"),
-        ({"prompt": PROMPT, "sample_id": "doc/1é"}, "either prompt or sample_id"),
+        ({}, "one of prompt, messages and sample_id"),
+        ({"prompt": PROMPT, "sample_id": "doc/1é"}, "one of prompt, messages and sample_id"),
         ({"prompt": ["a"]}, "prompt must be text"),
         ({"prompt": PROMPT, "metric": "cosin"}, "cosine"),
         ({"prompt": PROMPT, "top_k": 0}, "top_k must be greater than or equal to 1, got 0."),
@@ -127,6 +127,7 @@ def test_a_query_that_is_refused(served, query, message):
         ("GET", "/", {"Host": "example.com:80"}, 403),
         ("POST", "/query", {**JSON, "Host": "localhost.example.com:80"}, 403),
         ("POST", "/query", {"Content-Type": "text/plain"}, 415),
+        ("POST", "/query", {"Origin": "http://example.com"}, 415),  # a page's request without a type
         ("POST", "/query", {**JSON, "Content-Length": str(1 << 40)}, 413),
         ("POST", "/query", {**JSON, "Content-Length": "-1"}, 413),
         ("POST", "/query", {**JSON, "Content-Length": "9" * 5000}, 413),
@@ -135,6 +136,10 @@ def test_a_query_that_is_refused(served, query, message):
 )
 def test_other_requests_are_refused(served, method, path, headers, status):
     assert call(served[1], method, path, json.dumps({"prompt": PROMPT}), headers)[0] == status
+
+
+def test_a_program_needs_no_content_type(served):
+    assert call(served[1], "POST", "/query", json.dumps({"prompt": PROMPT}), {})[0] == 200
 
 
 RESET = struct.pack("ii", 1, 0)  # close() sends a reset, and waits for nothing

@@ -1,83 +1,213 @@
-"""A tokenizer's own chat template is not applied to chats, and that is said."""
+"""Chats are read by the tokenizer's template: tokens and targets against transformers, token by token."""
 
 from __future__ import annotations
 
+import datetime
 import json
 
 import pytest
-from small_model import make
+from chat_templates import (
+    CHATML,
+    FAMILIES,
+    LLAMA,
+    MISTRAL,
+    PLAIN_TURNS,
+    REFUSED,
+    make_tokenizer,
+    marked,
+    unmarked,
+    write,
+)
+from transformers import AutoTokenizer
 
 from gradwire import cli
-from gradwire.lm.data.shards import Shards
+from gradwire.base.errors import BadInput
+from gradwire.lm.data import tokenization
+from gradwire.lm.data.chats import Template
+from gradwire.lm.data.shards import Shards, meta
 from gradwire.lm.data.tokenizer import load
 
-CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-CHATS = [
-    {
-        "id": f"chat {number}",
-        "messages": [
-            {"role": "user", "content": f"gradient {'wire ' * number}"},
-            {"role": "assistant", "content": f"shard {number}"},
-        ],
-    }
-    for number in range(20)
-]
-TEXTS = [{"id": f"text {number}", "title": "<|user|>", "text": f"sum {'row ' * number}"} for number in range(20)]
-SPANS = [
-    {"id": "mine", "text": "<|im_start|>user\nrow<|im_end|>\n<|im_start|>assistant\nsum", "target_spans": [[53, 56]]}
-]
+SYSTEM = {"role": "system", "content": "be brief, naïve 日本"}
+ASKED = {"role": "user", "content": "where does  the gradient travel?"}
+SAID = {"role": "assistant", "content": "over a wire,\n\n日本 naïve"}
+AGAIN = {"role": "user", "content": "over a wire,\n\n日本 naïve"}  # as the assistant says
+BLANK = {"role": "assistant", "content": " "}
+SPELLED = {"role": "assistant", "content": "code; x = 3.14 <|im_end|></s> shards"}
+SPACED = {"role": "assistant", "content": " and the shards \n"}
+CHATS = {
+    "one": [ASKED, SAID],
+    "system": [SYSTEM, ASKED, SAID],
+    "turns": [SYSTEM, ASKED, SAID, AGAIN, SAID, ASKED, SPACED],
+    "asked": [ASKED, SAID, AGAIN],
+    "spelled": [ASKED, SPELLED, ASKED, SAID],
+    "long": [ASKED, {"role": "assistant", "content": "the gradient of shards " * 30}, AGAIN, SAID],
+}
+LENGTH = 48
+TODAY = datetime.date(2024, 7, 26)  # in templates that ask for it
 
 
-@pytest.fixture
-def folder(tmp_path):
-    """A tokenizer's folder."""
-    return make(tmp_path).corpus.parent / "data" / "tokenizer"
+@pytest.fixture(autouse=True)
+def dated(monkeypatch):
+    """Transformers' clock stands at the date that gradwire gives templates."""
+    from transformers.utils import chat_template_utils
+
+    monkeypatch.setattr(chat_template_utils, "datetime", type("Clock", (), {"now": staticmethod(lambda: TODAY)}))
 
 
-def put(folder, place):
-    """Put a chat template where transformers reads it."""
-    if place == "tokenizer_config.json":
-        config = json.loads((folder / place).read_text())
-        (folder / place).write_text(json.dumps({**config, "chat_template": CHATML}))
-    elif place:
-        (folder / place).write_text(CHATML)
+def tokenize(corpus, tokenizer, output, **given):
+    """Tokenize a corpus whole; return the message of its refusal."""
+    settings = {"vocab_size": 300, "max_length": LENGTH, "shard_size": 7, "val_fraction": 0.0, "dataset": "chats"}
+    try:
+        tokenization.tokenize(corpus, output, tokenizer=str(tokenizer), **settings, **given)
+    except BadInput as error:
+        return str(error)
+    return None
 
 
-def tokenized(corpus, folder, output, capsys):
-    """What is said of tokenizing a corpus."""
-    words = ["--data_path", str(corpus), "--tokenizer", str(folder), "--output_dir", str(output), "--max_length", "128"]
-    capsys.readouterr()
-    assert cli.main(["tokenize", *words, "--val_fraction", "0.3"]) == 0
-    return capsys.readouterr().err
+def read(folder):
+    """Tokens and targets of each document, its samples one after the other."""
+    split, found = Shards(folder / "shards", "all"), {}
+    for sample in (split[at] for at in range(len(split))):
+        tokens, flags = found.setdefault(sample.sample_id.partition("#")[0], ([], []))
+        tokens += sample.input_ids.tolist()
+        flags += [1] * len(sample.input_ids) if sample.is_target is None else sample.is_target.int().tolist()
+    return found
 
 
-@pytest.mark.parametrize("downloaded", [False, True])
-@pytest.mark.parametrize("place", ["tokenizer_config.json", "chat_template.jinja", None])
-def test_a_chat_template_that_is_not_applied_is_warned_of(folder, tmp_path, capsys, place, downloaded):
-    put(folder, place)
-    corpus = tmp_path / "chats.json"
-    corpus.write_text(json.dumps([*TEXTS, *CHATS]))
-    if downloaded:
-        words = ["--data_path", str(corpus), "--output", str(tmp_path / "downloaded.json")]
-        assert cli.main(["download", "--source", "json", *words]) == 0
-        corpus = tmp_path / "downloaded.json"
-    said = tokenized(corpus, folder, tmp_path / "tokens", capsys)
-    if place is None:
-        assert said == ""
-    else:
-        assert said == (
-            f"gradwire: WARNING: {corpus} has chats, and the chat template in {folder / place} is not applied: a "
-            "message is read as `<|role|>`, a line break and its content. Losses are of that form, not of the "
-            "template's.\n"
-        )
-    splits = [Shards(tmp_path / "tokens" / "shards", name) for name in ("train", "val")]
-    samples = [split[position] for split in splits for position in range(len(split))]
-    tokens = next(sample.input_ids.tolist() for sample in samples if sample.sample_id == "chat 3")
-    assert load(folder).decode(tokens) == "<|user|>\ngradient wire wire wire \n<|assistant|>\nshard 3"
+def by_transformers(folder, template, messages):
+    """Tokens and the assistant's, by a template with marks."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = marked(template)
+    out = tokenizer.apply_chat_template(messages, return_assistant_tokens_mask=True, return_dict=True)
+    return out["input_ids"], out["assistant_masks"]
 
 
-@pytest.mark.parametrize("documents", [TEXTS, [*TEXTS, *SPANS]], ids=["texts", "spans"])
-def test_other_documents_need_no_template(folder, tmp_path, capsys, documents):
-    put(folder, "chat_template.jinja")
-    (tmp_path / "texts.json").write_text(json.dumps(documents))
-    assert tokenized(tmp_path / "texts.json", folder, tmp_path / "tokens", capsys) == ""
+@pytest.mark.parametrize("form", [marked, unmarked])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_and_targets_are_those_of_transformers(tmp_path, family, form):
+    make_tokenizer(tmp_path / "tokenizer", form(FAMILIES[family]))
+    documents = [{"id": id_, "messages": messages} for id_, messages in CHATS.items()]
+    assert tokenize(write(tmp_path / "c.jsonl", documents), tmp_path / "tokenizer", tmp_path / "out") is None
+    found = read(tmp_path / "out")
+    assert found.keys() == CHATS.keys()
+    for id_, messages in CHATS.items():
+        assert found[id_] == by_transformers(tmp_path / "tokenizer", FAMILIES[family], messages)
+    samples = Shards(tmp_path / "out" / "shards", "all")
+    assert max(len(samples[at].input_ids) for at in range(len(samples))) == LENGTH
+    assert meta(tmp_path / "out" / "shards", "all")["chat_format"] == Template(form(FAMILIES[family]), {}).name
+
+
+@pytest.mark.parametrize("form", [marked, unmarked])
+def test_a_copied_tokenizer_reads_chats_as_the_first(tmp_path, form):
+    make_tokenizer(tmp_path / "tokenizer", form(MISTRAL.replace("{{- bos", "{{- cls_token }}{{- bos")), bos_token=None)
+    corpus = write(tmp_path / "c.jsonl", [{"id": "one", "messages": CHATS["turns"]}])
+    assert tokenize(corpus, tmp_path / "tokenizer", tmp_path / "out") is None
+    assert tokenize(corpus, tmp_path / "out" / "tokenizer", tmp_path / "again") is None
+    assert read(tmp_path / "out") == read(tmp_path / "again")
+    copied = AutoTokenizer.from_pretrained(tmp_path / "again" / "tokenizer")
+    assert copied.apply_chat_template(CHATS["turns"], return_dict=True)["input_ids"] == read(tmp_path / "out")["one"][0]
+
+
+@pytest.mark.parametrize("form", [marked, unmarked])
+def test_an_empty_answer_is_no_target_of_the_others_and_alone_is_refused(tmp_path, form):
+    make_tokenizer(tmp_path / "tokenizer", form(LLAMA))
+    empty = [ASKED, {"role": "assistant", "content": ""}, AGAIN, SAID]
+    corpus = write(tmp_path / "c.jsonl", [{"id": "one", "messages": empty}])
+    assert tokenize(corpus, tmp_path / "tokenizer", tmp_path / "out") is None
+    tokens, flags = by_transformers(tmp_path / "tokenizer", LLAMA, empty)
+    if form is unmarked:
+        flags[flags.index(1)] = 0  # the mark that ends the empty answer
+    assert read(tmp_path / "out")["one"] == (tokens, flags)
+    corpus = write(tmp_path / "empty.jsonl", [{"id": "one", "messages": [ASKED, BLANK]}])
+    error = tokenize(corpus, tmp_path / "tokenizer", tmp_path / "empty")
+    assert "has an empty message 1 of the assistant and so nothing to learn" in error
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_chat_that_the_template_does_not_keep_is_refused(tmp_path, case):
+    template, message = REFUSED[case]
+    make_tokenizer(tmp_path / "tokenizer", unmarked(template))
+    corpus = write(tmp_path / "c.jsonl", [{"id": "one", "messages": CHATS["turns"]}])
+    error = tokenize(corpus, tmp_path / "tokenizer", tmp_path / "out")
+    assert error.count("\n") == 0 and "c.jsonl: document 0 (counted from 0)" in error and message in error
+    assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
+
+
+def test_marks_of_a_template_must_enclose_what_the_assistant_says(tmp_path):
+    template = CHATML.replace("«", "").replace("»", "").replace("{{- '\\n' }}", "«{{- '\\n' }}»")
+    make_tokenizer(tmp_path / "tokenizer", marked(template))
+    corpus = write(tmp_path / "c.jsonl", [{"id": "one", "messages": CHATS["one"]}])
+    error = tokenize(corpus, tmp_path / "tokenizer", tmp_path / "out")
+    assert "has a message 1 (counted from 0) whose content the chat template changes" in error
+
+
+def test_a_refusal_by_the_template_names_the_document(tmp_path):
+    make_tokenizer(tmp_path / "tokenizer", unmarked(MISTRAL))
+    fine, wrong = {"id": "fine", "messages": CHATS["one"]}, {"id": "wrong", "messages": [SYSTEM, SAID, ASKED, SAID]}
+    error = tokenize(write(tmp_path / "c.jsonl", [fine, wrong]), tmp_path / "tokenizer", tmp_path / "out")
+    assert "document 1 (counted from 0)" in error and "roles must alternate" in error
+
+
+@pytest.mark.parametrize("form", [marked, unmarked])
+def test_weights_of_messages_are_those_of_their_tokens(tmp_path, form):
+    make_tokenizer(tmp_path / "tokenizer", form(PLAIN_TURNS))
+    messages = [ASKED, {**SAID, "weight": -1.5}, AGAIN, SPACED, ASKED, {**SAID, "weight": 3}]
+    corpus = write(tmp_path / "c.jsonl", [{"id": "one", "messages": messages, "weight": 0.5}])
+    assert tokenize(corpus, tmp_path / "tokenizer", tmp_path / "out") is None
+    split = Shards(tmp_path / "out" / "shards", "all")
+    weights = [float(weight) for at in range(len(split)) for weight in split[at].weights[split[at].is_target]]
+    assert [weight for at, weight in enumerate(weights) if not at or weight != weights[at - 1]] == [-0.75, 0.5, 1.5]
+
+
+def test_the_plain_format_is_a_choice_by_name(tmp_path):
+    make_tokenizer(tmp_path / "tokenizer", unmarked(CHATML))
+    corpus = write(tmp_path / "c.jsonl", [{"id": "one", "messages": CHATS["one"]}])
+    assert tokenize(corpus, tmp_path / "tokenizer", tmp_path / "out", chat_format="plain") is None
+    assert meta(tmp_path / "out" / "shards", "all")["chat_format"] == "plain"
+    tokens, _ = read(tmp_path / "out")["one"]
+    text = f"<|user|>\n{ASKED['content']}\n<|assistant|>\n{SAID['content']}"
+    assert load(tmp_path / "out" / "tokenizer").decode(tokens) == text
+    error = tokenize(corpus, tmp_path / "tokenizer", tmp_path / "out")
+    assert "holds shards made with chat_format plain, not template:" in error
+    make_tokenizer(tmp_path / "none", None)
+    error = tokenize(corpus, tmp_path / "none", tmp_path / "other", chat_format="template")
+    assert "--chat_format template: the tokenizer has no chat template; choose plain" in error
+    assert tokenize(corpus, tmp_path / "none", tmp_path / "other") is None
+    assert meta(tmp_path / "other" / "shards", "all")["chat_format"] == "plain"
+
+
+@pytest.mark.parametrize("place", ["tokenizer_config.json", "chat_template.json", "named"])
+def test_a_template_is_read_where_tokenizers_keep_it(tmp_path, place):
+    made = make_tokenizer(tmp_path / "tokenizer", None)
+    file = tmp_path / "tokenizer" / (place if place.endswith("json") else "tokenizer_config.json")
+    known = json.loads(file.read_text()) if file.exists() else {}
+    named = [{"name": "tool_use", "template": "{{ 1 }}"}, {"name": "default", "template": unmarked(CHATML)}]
+    file.write_text(json.dumps({**known, "chat_template": named if place == "named" else unmarked(CHATML)}))
+    assert load(tmp_path / "tokenizer").template.name == Template(unmarked(CHATML), {}).name
+    made.chat_template = unmarked(CHATML)
+    corpus = write(tmp_path / "c.jsonl", [{"id": "one", "messages": CHATS["one"]}])
+    assert tokenize(corpus, tmp_path / "tokenizer", tmp_path / "out") is None
+    assert read(tmp_path / "out")["one"][0] == made.apply_chat_template(CHATS["one"], return_dict=True)["input_ids"]
+
+
+def test_a_downloaded_corpus_keeps_messages(tmp_path):
+    rated = [ASKED, {**SAID, "weight": -1.5}]
+    corpus = write(
+        tmp_path / "c.jsonl", [{"id": "one", "messages": rated, "weight": 2.5}, {"id": "two", "text": "row"}]
+    )
+    words = ["--source", "json", "--data_path", str(corpus), "--output", str(tmp_path / "corpus.json")]
+    assert cli.main(["download", *words]) == 0
+    assert json.loads((tmp_path / "corpus.json").read_text()) == [
+        {"id": "one", "title": "", "messages": rated, "weight": 2.5},
+        {"id": "two", "title": "", "text": "row"},
+    ]
+
+
+def test_other_documents_are_read_as_without_a_template(tmp_path):
+    texts = [{"id": "text", "text": "sum <|im_end|> row"}, {"id": "pair", "prompt": "a ", "completion": "wire"}]
+    corpus, found = write(tmp_path / "c.jsonl", texts), []
+    for name, template in (("with", unmarked(CHATML)), ("without", None)):
+        make_tokenizer(tmp_path / name, template)
+        assert tokenize(corpus, tmp_path / name, tmp_path / f"out-{name}") is None
+        found.append((tmp_path / f"out-{name}" / "shards" / "all" / "shard-00000.pt").read_bytes())
+    assert found[0] == found[1]

@@ -121,6 +121,7 @@ def intention(options: Options, shards: Shards | Tokens, world_size: int) -> Pro
     from gradwire.attribution.store.samples import units_of
     from gradwire.attribution.store.store import chosen_columns
     from gradwire.base.source_digest import source_digest
+    from gradwire.lm.data.shards import chat_format_of
     from gradwire.lm.models import lora, optimizer, saved
 
     samples = units_of(shards, options.max_samples)
@@ -160,6 +161,7 @@ def intention(options: Options, shards: Shards | Tokens, world_size: int) -> Pro
         lora_dir=options.lora_dir and str(options.lora_dir),
         metadata=chosen_columns(options.metadata),
         corpus=str(options.data_path) if options.data_path.is_file() else None,
+        chat_format=chat_format_of(shards.meta),
     )
 
 

@@ -85,6 +85,7 @@ def main(options: Options) -> None:
     from gradwire.attribution.query.search import groups_of, open_store, order_of
     from gradwire.attribution.query.searcher import documents_of
     from gradwire.attribution.store.row_file import npy_writer
+    from gradwire.lm.data.corpus import content
 
     damping = options.chosen_damping
     stated = options.weights == (LEARNING_RATE,)
@@ -126,7 +127,8 @@ def main(options: Options) -> None:
         for rank, (position, sample) in enumerate(zip(best, samples, strict=True), 1):
             line = {"rank": rank, "sample_id": ids[position], "score": float(scores[position])}
             line |= {"subtask": names[place[position]]} if names else {}
-            stream.write(json.dumps(line | documents.get(sample, {}), ensure_ascii=False) + "\n")
+            line |= content(documents[sample]) if documents else {}
+            stream.write(json.dumps(line, ensure_ascii=False) + "\n")
     write_json(
         options.output_dir / "influence.json",
         {
@@ -291,6 +293,12 @@ def check_alike(train: Store, validation: Store) -> None:
             "with --grad_type ekfac, or neither."
         )
     stepped = kinds in ({"adam"}, {"ekfac"})
+    formats = {store.manifest.chat_format for store in (train, validation) if store.manifest.chat_format}
+    if len(formats) > 1:
+        raise BadInput(
+            f"{train.path} and {validation.path} have chats in different formats, {' and '.join(sorted(formats))}: "
+            "collect both with one --chat_format."
+        )
     for field in (*SAME, *(SAME_STEP if stepped else ())):
         if getattr(train.manifest, field) != getattr(validation.manifest, field):
             raise BadInput(f"{train.path} and {validation.path} differ in {field}: their gradients cannot be compared.")

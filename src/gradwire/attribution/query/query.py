@@ -110,7 +110,8 @@ def rows_of(searcher: Searcher, options: Options) -> NDArray[np.float32]:
     if options.prompt is not None:
         return searcher.of_prompt(options.prompt)
     asked = {"data_path": options.data_path, "split": options.split, "cache_dir": options.cache_dir}
-    return searcher.of_samples(SampleOptions(model_dir=searcher.model_dir, **asked).samples())
+    samples = SampleOptions(model_dir=searcher.model_dir, chat_format=searcher.chat_format, **asked).samples()
+    return searcher.of_samples(samples)
 
 
 def table(top: Sequence[Mapping[str, Any]], width: int | None = None) -> str:

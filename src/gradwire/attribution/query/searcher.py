@@ -23,7 +23,11 @@ from gradwire.base.errors import BadInput
 from gradwire.comm.collectives import world
 from gradwire.lm.data import corpus as corpora
 from gradwire.lm.data import tokenization, tokenizer
-from gradwire.lm.data.shards import Sample, Shards, check
+from gradwire.lm.data.chats import chosen, kind
+from gradwire.lm.data.corpus import Document
+from gradwire.lm.data.defaults import ChatFormat
+from gradwire.lm.data.shards import Sample, Shards, chat_format_of, check
+from gradwire.lm.data.writer import encode
 from gradwire.lm.models import saved
 
 AT_ONCE = 64  # samples whose gradients are computed between two copies to NumPy
@@ -32,8 +36,9 @@ AT_ONCE = 64  # samples whose gradients are computed between two copies to NumPy
 class Prompt:
     """One text as the only sample of a data set."""
 
-    def __init__(self, tokens: Sequence[int], pad_id: int) -> None:
-        self.sample, self.meta = Sample("prompt", torch.tensor(tokens)), {"pad_id": pad_id}
+    def __init__(self, tokens: Sequence[int], pad_id: int, is_target: Sequence[bool] | None = None) -> None:
+        flags = None if is_target is None else torch.tensor(is_target)
+        self.sample, self.meta = Sample("prompt", torch.tensor(tokens), flags), {"pad_id": pad_id}
 
     def __getitem__(self, index: int) -> Sample:
         return [self.sample][index]
@@ -100,17 +105,53 @@ class Searcher:
         Raises:
             BadInput: If the text has no target, or more tokens than the model reads.
         """
-        model_dir = self.model_dir
-        reader, most = tokenizer.load(model_dir), saved.max_length(model_dir)
+        reader = tokenizer.load(self.model_dir)
         tokens = reader.encode_batch([text])[0]
         if len(tokens) < 2:
             raise BadInput(f"the prompt has {len(tokens)} token(s) and so nothing to predict; type a longer text.")
+        return self._of_tokens(tokens, reader.pad_id)
+
+    def of_messages(self, messages: Any) -> NDArray[np.float32]:
+        """The row [1, D] of a chat in the format of the store's chats, of which what the assistant says is the target.
+
+        Raises:
+            BadInput: If the messages are invalid, have more tokens than the model reads, or the format is not known.
+        """
+        reader = tokenizer.load(self.model_dir)
+        chats = chosen(self.chat_format, reader.template)
+        self._check_format(chats.name, "the query")
+        (document,) = corpora.parse([{"messages": messages}], "the query", chats=chats)
+        (encoded,) = encode(reader, [document])
+        return self._of_tokens(encoded.tokens, reader.pad_id, encoded.is_target)
+
+    def _of_tokens(
+        self, tokens: Sequence[int], pad_id: int, is_target: Sequence[bool] | None = None
+    ) -> NDArray[np.float32]:
+        most = saved.max_length(self.model_dir)
         if len(tokens) > most:
             raise BadInput(
-                f"the prompt has {len(tokens)} tokens, and the model in {model_dir} reads {most}: shorten it, or "
+                f"the query has {len(tokens)} tokens, and the model in {self.model_dir} reads {most}: shorten it, or "
                 "pass it as a document by --data_path, which is cut into samples."
             )
-        return self._rows(Prompt(tokens, reader.pad_id), [0])
+        return self._rows(Prompt(tokens, pad_id, is_target), [0])
+
+    @property
+    def chat_format(self) -> ChatFormat | None:
+        """How the store's chats were read; None if it has none."""
+        name = self.origin.chat_format
+        return None if name is None else kind(name)
+
+    def _check_format(self, name: str | None, where: str) -> None:
+        """Check that chats are in the format of the store's, if both have chats.
+
+        Raises:
+            BadInput: If they are not.
+        """
+        if name and self.origin.chat_format and name != self.origin.chat_format:
+            raise BadInput(
+                f"the chats of {where} are in the format {name}, those of {self.store.path} in "
+                f"{self.origin.chat_format}: use the tokenizer and --chat_format of the store."
+            )
 
     def of_samples(self, shards: Shards) -> NDArray[np.float32]:
         """The rows [m, D] of samples that the model's tokenizer has made; zero for those without a target.
@@ -119,6 +160,7 @@ class Searcher:
             BadInput: If the shards are damaged, or no sample has a target.
         """
         check(shards.folder.parent)
+        self._check_format(chat_format_of(shards.meta), str(shards.folder.parent))
         rows = np.concatenate(
             [
                 self._rows(shards, range(len(shards))[start : start + AT_ONCE])
@@ -142,8 +184,9 @@ class Searcher:
         documents = documents_of(samples, self.corpus) if self.corpus else {}
 
         def text(position: int, id_: str) -> dict[str, Any]:
-            whole = documents.get(self.origin.sample_id(id_))
-            return whole or ({"text": self.texts.of(position, id_)} if self.texts else {})
+            if whole := documents.get(self.origin.sample_id(id_)):
+                return {"title": whole.title, "text": whole.body}
+            return {"text": self.texts.of(position, id_)} if self.texts else {}
 
         return [
             {"rank": rank, "sample_id": hit.sample_id, "score": hit.score, **text(hit.position, hit.sample_id)}
@@ -225,15 +268,15 @@ class Texts:
         return self.tokenizer.decode(sample.input_ids.tolist())
 
 
-def documents_of(ids: Sequence[str], corpus: Path) -> dict[str, dict[str, Any]]:
-    """Return the samples' documents as in a corpus file, by sample id, in one streaming read of the corpus.
+def documents_of(ids: Sequence[str], corpus: Path) -> dict[str, Document]:
+    """Return the samples' documents by sample id, in one streaming read of the corpus.
 
     Raises:
         BadInput: If a document is missing.
     """
     wanted = {id_: id_ for id_ in ids} | {document(id_): document(id_) for id_ in ids}
-    contents = {text.id: corpora.content(text) for text in corpora.documents(corpus) if text.id in wanted}
-    missing = [id_ for id_ in ids if id_ not in contents and document(id_) not in contents]
+    documents = {text.id: text for text in corpora.documents(corpus) if text.id in wanted}
+    missing = [id_ for id_ in ids if id_ not in documents and document(id_) not in documents]
     if missing:
         raise BadInput(f"{corpus} has no document of sample {missing[0]!r} ({len(missing)} such samples).")
-    return {id_: contents.get(id_) or contents[document(id_)] for id_ in ids}
+    return {id_: documents.get(id_) or documents[document(id_)] for id_ in ids}

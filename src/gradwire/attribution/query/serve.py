@@ -20,6 +20,9 @@ from gradwire.base.flags import PORT
 from gradwire.base.strict import Strict, checked
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from gradwire.attribution.query.searcher import Searcher
 
 ADDRESS = "127.0.0.1"
@@ -37,18 +40,29 @@ class Options(StoreOptions):
 
 
 class Query(Strict):
-    """A request of the page."""
+    """A request of the page or a program: one of a text, a chat as in a corpus file, and a sample of the store."""
 
     prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
     sample_id: str | None = None
     metric: Metric = "cosine"
     top_k: Count = Field(10, strict=True)
 
     @model_validator(mode="after")
     def _check_query(self) -> Self:
-        if (self.prompt is None) == (self.sample_id is None):
-            raise ValueError("give either prompt or sample_id")
+        if sum(getattr(self, name) is not None for name in ("prompt", "messages", "sample_id")) != 1:
+            raise ValueError("give one of prompt, messages and sample_id")
         return self
+
+    def rows(self, searcher: Searcher) -> NDArray[np.float32]:
+        """Return the query's row [1, D].
+
+        Raises:
+            BadInput: If there is no such sample, or the text has no target or is too long.
+        """
+        if self.sample_id is not None:
+            return searcher.stored(self.sample_id)
+        return searcher.of_messages(self.messages) if self.prompt is None else searcher.of_prompt(self.prompt)
 
 
 def main(options: Options) -> None:
@@ -111,8 +125,9 @@ class Handler(BaseHTTPRequestHandler):
         if self._refused("/query"):
             return
         length = self.headers.get("Content-Length", "")
-        if self.headers.get_content_type() != "application/json":
-            self._complain(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "a query is application/json.")
+        by_program = not {"Content-Type", "Origin"} & {*self.headers}  # a page's request has an origin
+        if not by_program and self.headers.get_content_type() != "application/json":
+            self._complain(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "a query has the header Content-Type: application/json.")
         elif not length.isdecimal() or len(length) > len(str(LONGEST)) or int(length) > LONGEST:
             self._complain(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"a query has at most {LONGEST} bytes.")
         else:
@@ -165,7 +180,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def answer(searcher: Searcher, body: bytes) -> list[dict[str, Any]]:
-    """Answer a query: a JSON object with ``prompt`` or ``sample_id``, and optionally ``metric`` and ``top_k``.
+    """Answer a query: a JSON object of a `Query`.
 
     Raises:
         BadInput: If the query is invalid.
@@ -176,5 +191,4 @@ def answer(searcher: Searcher, body: bytes) -> list[dict[str, Any]]:
     except (ValueError, RecursionError) as error:
         raise BadInput(f"the query is not JSON in UTF-8: {error}.") from None
     query = checked(Query, asked, "invalid query")
-    rows = searcher.stored(str(query.sample_id)) if query.prompt is None else searcher.of_prompt(query.prompt)
-    return searcher.nearest(rows, query.metric, "mean", query.top_k)
+    return searcher.nearest(query.rows(searcher), query.metric, "mean", query.top_k)

@@ -16,6 +16,7 @@ FILE = "collect.json"
 MANIFEST = "manifest.json"
 FORMAT: Literal[4] = 4  # of the store; before, 3 had rows of samples only, 2 one row type, 1 unbound rows
 PLACES = ("model_dir", "data_path", "optimizer_dir", "lora_dir", "corpus")  # may move; their digests must not change
+LATER = ("chat_format",)  # fields that stores of this format did not always have
 FOUND = ("fingerprints", "computed_by", "modules")  # known only once the model is loaded
 FILES = ("all_orig.pt", "all_ids.pkl", "all_meta.parquet")  # of `store.all_names`
 NORMALIZED = "all_normalized.pt"
@@ -50,6 +51,7 @@ class Provenance(RowOptions):
         lora_dir: Folder of the saved adapter.
         metadata: Additional columns of the tables.
         corpus: Corpus file of the shards; None if shards were given.
+        chat_format: Format of the samples' chats (`chats.Format`); None if there are none.
         fingerprints: The projector's digest by width; empty until the model is loaded.
         computed_by: The method that ``auto`` resolved to; empty until the model is loaded.
         modules: The modules that each sample has a row for; empty until the model is loaded, and for other rows.
@@ -75,14 +77,16 @@ class Provenance(RowOptions):
     lora_dir: str | None = None
     metadata: list[str] = Field(default_factory=list)
     corpus: str | None = None
+    chat_format: str | None = None
     fingerprints: dict[str, str] = Field(default_factory=dict)
     computed_by: str = ""
     modules: list[str] = Field(default_factory=list)
 
     @property
     def identity(self) -> str:
-        """Digest of all fields except `PLACES`; part of each row's digest."""
-        return digest({name: getattr(self, name) for name in BOUND}, length=64)
+        """Digest of all fields except `PLACES`, and of those of `LATER` that are set; part of each row's digest."""
+        bound = {name: getattr(self, name) for name in BOUND}
+        return digest({name: value for name, value in bound.items() if name not in LATER or value}, length=64)
 
     @property
     def step_dir(self) -> Path:

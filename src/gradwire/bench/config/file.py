@@ -19,7 +19,17 @@ from gradwire.bench.config.grid import Exclusion, Gradients, Grids, Run, Selecti
 from gradwire.bench.config.values import BASELINE, Count, ModelOption, Name, Training
 from gradwire.comm.topology import check_simulated, check_topology
 from gradwire.lm.data import sources
-from gradwire.lm.data.defaults import LENGTH, MAX_LENGTH, SHARD_SIZE, VAL_FRACTION, VOCAB_SIZE, VOCABULARY, check_shard
+from gradwire.lm.data.defaults import (
+    CHAT_FORMAT,
+    LENGTH,
+    MAX_LENGTH,
+    SHARD_SIZE,
+    VAL_FRACTION,
+    VOCAB_SIZE,
+    VOCABULARY,
+    ChatFormat,
+    check_shard,
+)
 from gradwire.lm.models import presets
 
 EXTENDS = "extends"  # the key of the file that an experiment differs from in little
@@ -35,6 +45,7 @@ class Dataset(Strict, extra="allow"):
     max_mb: float | None = Field(None, gt=0, description="MB of text after which the download stops")
     tokenizer: str = Field("bpe", description="`bpe` trains one on the corpus; else a tokenizer folder such as GPT-2's")
     vocab_size: Annotated[int, VOCABULARY] = Field(VOCAB_SIZE, description="vocabulary of a trained tokenizer")
+    chat_format: ChatFormat | None = Field(None, description=CHAT_FORMAT)
     max_length: Annotated[int, LENGTH] = Field(MAX_LENGTH, description="largest number of tokens in a sample")
     shard_size: Count = Field(SHARD_SIZE, description="samples per shard file")
     val_fraction: float = Field(VAL_FRACTION, gt=0, lt=1, description="share of the documents held out for validation")
@@ -75,7 +86,8 @@ class Dataset(Strict, extra="allow"):
     @property
     def tokens_folder(self) -> str:
         """Digest of the tokenizer and sample settings; a folder below the corpus's."""
-        return digest([self.tokenizer, self.vocab_size, self.max_length, self.shard_size, self.val_fraction])
+        chosen = [] if self.chat_format is None else [self.chat_format]
+        return digest([self.tokenizer, self.vocab_size, self.max_length, self.shard_size, self.val_fraction, *chosen])
 
 
 class Targets(Strict):

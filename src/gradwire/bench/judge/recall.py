@@ -146,7 +146,7 @@ def write(folder: Path, train: Shards, samples: int, planted: Sequence[Planted])
     if not (folder.is_dir() and finalized(folder)):
         shutil.rmtree(folder.parent, ignore_errors=True)
         shutil.copytree(train.folder.parent.parent / "tokenizer", folder.parent / "tokenizer")
-        kept = {key: train.meta[key] for key in CONSTANT}
+        kept = {key: train.meta[key] for key in CONSTANT if key in train.meta}
         writers = {split: SplitWriter(folder / split, kept | {"split": split}, False) for split in ("train", "val")}
         for sample in first:
             writers["train"].add(sample.sample_id, encoded_of(sample))
@@ -164,7 +164,7 @@ def write(folder: Path, train: Shards, samples: int, planted: Sequence[Planted])
 
 CONSTANT = (
     *("format_version", "max_length", "shard_size", "val_fraction", "dataset", "dataset_digest"),
-    *("tokenizer_digest", "source", "vocab_size", "eos_id", "pad_id"),
+    *("tokenizer_digest", "source", "vocab_size", "eos_id", "pad_id", "chat_format", "chats"),
 )  # of the metadata of a split
 
 

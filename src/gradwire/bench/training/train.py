@@ -67,6 +67,7 @@ def shards_folder(options: Options, rank: int) -> Path:
         tokenizer=options.tokenizer,
         max_length=options.max_length,
         vocab_size=options.vocab_size,
+        chat_format=options.chat_format,
         cache_dir=options.cache_dir,
         rank=rank,
     )

@@ -15,6 +15,7 @@ import math
 import re
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from decimal import Decimal, InvalidOperation
 from importlib.metadata import entry_points
 from itertools import chain
@@ -26,14 +27,17 @@ import ijson
 from gradwire.base.errors import BadInput
 from gradwire.base.files import check_regular, sha256_file, whole
 from gradwire.lm.data import targets
-from gradwire.lm.data.targets import Spans, Weights
+from gradwire.lm.data.chats import PLAIN, Format
+from gradwire.lm.data.targets import Content, Spans, Weights
 
 C_BACKEND = "yajl2_c"
 ID_GROUP = "gradwire.sample_ids"
+CONTENT = ("text", "target_spans", "target_weights", "prompt", "completion", "messages", "weight")
 IdOf: TypeAlias = Callable[[Mapping[str, Any]], Any]
 
 
-class Document(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Document:
     """One document.
 
     Attributes:
@@ -42,6 +46,8 @@ class Document(NamedTuple):
         body: Its text.
         spans: The characters of ``body`` that are targets; None: all of ``text``.
         weights: What the loss of each span's tokens, or of all of ``text``, is multiplied by; None: 1.
+        templated: Whether ``body`` is a chat in the form of a chat template (`targets.Content`).
+        given: The object that the document was read from.
     """
 
     id: str
@@ -49,6 +55,13 @@ class Document(NamedTuple):
     body: str
     spans: Spans | None = None
     weights: Weights | None = None
+    templated: bool = False
+    given: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether the content is given as messages."""
+        return self.given.get("text") is None and self.given.get("messages") is not None
 
     @property
     def text(self) -> str:
@@ -95,23 +108,24 @@ class FirstSeen:
         return None
 
 
-def documents(path: Path, id_from: str | None = None) -> Iterator[Document]:
+def documents(path: Path, id_from: str | None = None, chats: Format = PLAIN) -> Iterator[Document]:
     """Yield the documents of a corpus file, in order; memory use does not depend on the size of the file.
 
     Args:
         path: The file.
         id_from: Source of the ids (`ids_from`); default: the key ``id``.
+        chats: Format of chats.
 
     Raises:
         BadInput: If the file is missing, not JSON in UTF-8, UTF-16 or UTF-32, not an array (``.jsonl``: not objects)
             or empty, or a document is invalid as in ``parse``.
     """
-    return parse(_values(Path(path)), str(path), id_from)
+    return parse(_values(Path(path)), str(path), id_from, chats)
 
 
-def checked(path: Path) -> Iterator[Document]:
+def checked(path: Path, chats: Format = PLAIN) -> Iterator[Document]:
     """Yield the documents of a corpus file and check that ids are unique; errors as in ``documents``, ``distinct``."""
-    return distinct(documents(path), str(path))
+    return distinct(documents(path, chats=chats), str(path))
 
 
 def sha256(path: Path) -> str:
@@ -127,20 +141,21 @@ def sha256(path: Path) -> str:
         raise BadInput(f"cannot read the corpus {path}: {error.strerror}.") from None
 
 
-def parse(values: Iterable[Any], where: str, id_from: str | None = None) -> Iterator[Document]:
+def parse(values: Iterable[Any], where: str, id_from: str | None = None, chats: Format = PLAIN) -> Iterator[Document]:
     """Turn decoded JSON objects into documents.
 
     Args:
         values: Mappings with ``text``, ``prompt`` and ``completion``, or ``messages``; optionally ``id``, ``title``.
         where: Origin of the values, for messages.
         id_from: Source of the ids, as in ``documents``.
+        chats: Format of chats.
 
     Raises:
         BadInput: If there are no documents, or one has no text, an invalid id or title, or half of a surrogate pair.
     """
     position, id_of = -1, ids_from(id_from)
     for position, value in enumerate(values):
-        yield _document(value, position, where, id_of)
+        yield _document(value, position, where, id_of, chats)
     if position < 0:
         raise BadInput(f"{where} contains no documents.")
 
@@ -190,16 +205,21 @@ def write(path: Path, documents: Iterable[Document], max_bytes: int | None = Non
 
 
 def content(document: Document) -> dict[str, Any]:
-    """Return a document as an object of a corpus file, but for its id."""
-    keys: dict[str, Any] = {"title": document.title, "text": document.body}
-    if document.spans is not None:
-        keys["target_spans"] = document.spans
-    if document.weights is not None:
-        keys |= {"weight": document.weights[0]} if document.spans is None else {"target_weights": document.weights}
-    return keys
+    """Return a document as an object of a corpus file, but for its id: its content in the form that it was given in."""
+    given = {key: plain(document.given[key]) for key in CONTENT if document.given.get(key) is not None}
+    return {"title": document.title, **given}
 
 
-def _document(value: Any, position: int, where: str, id_of: IdOf) -> Document:
+def plain(value: Any) -> Any:
+    """Return a decoded JSON value with floats instead of decimal numbers."""
+    if isinstance(value, dict):
+        return {key: plain(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [plain(entry) for entry in value]
+    return float(value) if isinstance(value, Decimal) else value
+
+
+def _document(value: Any, position: int, where: str, id_of: IdOf, chats: Format) -> Document:
     here = f"{where}: document {position} (counted from 0)"
     if not isinstance(value, dict):
         raise BadInput(f"{here} is {_kind(value)}, not an object with id, title and text.")
@@ -207,12 +227,12 @@ def _document(value: Any, position: int, where: str, id_of: IdOf) -> Document:
     if not isinstance(title, str):
         raise BadInput(f"{here} has {_kind(title)} as title; it must be a string.")
     try:
-        body, spans = _content(value)
-        weights = targets.weights_of(value, spans)
+        read = _content(value, chats)
+        weights = targets.weights_of(value, read)
     except ValueError as error:
         raise BadInput(f"{here} {error}.") from None
     id_ = _document_id(id_of(value), position, here)
-    for part in (id_, title, body):
+    for part in (id_, title, read.text):
         try:
             part.encode()
         except UnicodeEncodeError as error:
@@ -220,14 +240,14 @@ def _document(value: Any, position: int, where: str, id_of: IdOf) -> Document:
             raise BadInput(
                 f"{here} has {half}, half of a surrogate pair: write the whole character, or remove it."
             ) from None
-    return Document(id_, title, body, spans, weights)
+    return Document(id_, title, read.text, read.spans, weights, read.templated, value)
 
 
-def _content(value: Mapping[str, Any]) -> tuple[str, Spans | None]:
-    """The text of a document, and the characters that are targets (None: all); ``text`` comes before other forms."""
+def _content(value: Mapping[str, Any], chats: Format) -> Content:
+    """The text of a document and its targets; ``text`` comes before other forms."""
     body = value.get("text")
     if isinstance(body, str) and body.strip():
-        return (body, None) if value.get("target_spans") is None else targets.of_spans(body, value["target_spans"])
+        return Content(body) if value.get("target_spans") is None else targets.of_spans(body, value["target_spans"])
     chat, pair = value.get("messages") is not None, {"prompt", "completion"} & value.keys()
     if body is not None or not (chat or pair):
         raise ValueError(
@@ -236,7 +256,7 @@ def _content(value: Mapping[str, Any]) -> tuple[str, Spans | None]:
         )
     if chat and pair:
         raise ValueError("has both 'messages' and 'prompt' or 'completion': keep one form")
-    return targets.of_messages(value["messages"]) if chat else targets.of_completion(value)
+    return chats.read(targets.messages_of(value)) if chat else targets.of_completion(value)
 
 
 def _document_id(value: Any, position: int, here: str) -> str:

@@ -17,6 +17,8 @@ VAL_FRACTION = 0.05
 VOCABULARY = Number(int, SMALLEST_VOCABULARY, 2**20)  # four times the largest in use
 LENGTH = Number(int, SHORTEST_MAX_LENGTH, 2**20)  # tokens of a sample
 Split = Literal["train", "val"]
+ChatFormat = Literal["template", "plain"]
+CHAT_FORMAT = "how chats are read: by the tokenizer's chat template, or in a plain format (default: template, if any)"
 
 
 def check_shard(max_length: int, shard_size: int) -> None:

@@ -124,6 +124,11 @@ def meta(folder: Path, split: str) -> dict[str, Any]:
     return metadata
 
 
+def chat_format_of(meta: dict[str, Any]) -> str | None:
+    """The name of the format of a split's chats (`chats.Format`); None if the corpus has none."""
+    return meta.get("chat_format") if meta.get("chats") else None
+
+
 def _wrong_meta(meta: Any, split: str) -> str | None:
     """Why a split's metadata is invalid, or None."""
     if not isinstance(meta, dict) or meta.get("format_version") != FORMAT_VERSION:

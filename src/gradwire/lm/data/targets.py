@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,8 +20,24 @@ ASSISTANT = "assistant"  # the role whose turns are targets
 LARGEST = float(np.finfo(np.float32).max)
 
 
-def of_completion(value: Mapping[str, Any]) -> tuple[str, Spans]:
-    """Return the text of a prompt and its completion, one directly after the other, and the completion's span.
+class Content(NamedTuple):
+    """The content of a document, as a model reads it.
+
+    Attributes:
+        text: The text.
+        spans: The characters of it that are targets; None: all.
+        turns: For each span of a chat, the number of the message that says it.
+        templated: Whether special tokens in the text are those of a chat template, which also ends the text.
+    """
+
+    text: str
+    spans: Spans | None = None
+    turns: tuple[int, ...] = ()
+    templated: bool = False
+
+
+def of_completion(value: Mapping[str, Any]) -> Content:
+    """Return the text of a prompt and its completion, one directly after the other; the completion is the target.
 
     Raises:
         ValueError: If one of them is not a string, or the completion is blank.
@@ -32,45 +48,43 @@ def of_completion(value: Mapping[str, Any]) -> tuple[str, Spans]:
     prompt, completion = value["prompt"], value["completion"]
     if not completion.strip():
         raise ValueError("has a blank completion and so nothing to learn: remove it")
-    return prompt + completion, ((len(prompt), len(prompt) + len(completion)),)
+    return Content(prompt + completion, ((len(prompt), len(prompt) + len(completion)),))
 
 
-# Why: docs/decisions.md, "Targets are characters before they are tokens".
-def of_messages(messages: Any) -> tuple[str, Spans]:
-    r"""Return the text of a chat, and the spans of the assistant's messages.
-
-    A message is ``<|role|>``, a line break and its content; a line break ends all but the last one. That of an
-    assistant's message is a target too: it ends the turn, as the end-of-text token ends the last one.
+def messages_of(value: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the messages of a chat, without weights and entries that are null.
 
     Raises:
-        ValueError: If it is not a list of objects with a string role and content, or no message is the assistant's.
+        ValueError: If they are not a list of objects with a string role and content, only the assistant's with a
+            weight, or the assistant says nothing.
     """
+    messages = value["messages"]
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise ValueError("needs 'messages' that are a list of objects with 'role' and 'content'")
-    text, spans = "", []
     for number, message in enumerate(messages):
         role, content = message.get("role"), message.get("content")
         if not isinstance(role, str) or not isinstance(content, str):
             raise ValueError(f"has a message {number} (counted from 0) whose role or content is not a string")
-        text += f"<|{role}|>\n"
-        start = len(text)
-        text += content if number + 1 == len(messages) else f"{content}\n"
         if role != ASSISTANT and message.get("weight") is not None:
             raise ValueError(f"has a message {number} (counted from 0) with a weight that is not the {ASSISTANT}'s")
-        if _answers(message):
-            spans.append((start, len(text)))
-    if not spans:
-        raise ValueError(f"has no message of the {ASSISTANT} and so nothing to learn: remove it")
-    return text, tuple(spans)
+    if not answers(messages):
+        empty = next((number for number, message in enumerate(messages) if message["role"] == ASSISTANT), None)
+        wrong = f"no message of the {ASSISTANT}" if empty is None else f"an empty message {empty} of the {ASSISTANT}"
+        raise ValueError(f"has {wrong} and so nothing to learn: remove it")
+    return [
+        {key: entry for key, entry in message.items() if entry is not None and key != "weight"} for message in messages
+    ]
 
 
-def is_chat(text: str, spans: Spans) -> bool:
-    """Whether each target of a text follows the assistant's mark, as in a text by `of_messages`."""
-    return all(text.endswith(f"<|{ASSISTANT}|>\n", 0, start) for start, _ in spans)
+def answers(messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+    """Return the numbers of the assistant's messages that are not blank."""
+    return tuple(
+        number for number, message in enumerate(messages) if message["role"] == ASSISTANT and message["content"].strip()
+    )
 
 
-def of_spans(text: str, given: Any) -> tuple[str, Spans]:
-    """Return a text with the spans that its document states.
+def of_spans(text: str, given: Any) -> Content:
+    """Return a text with the targets that its document states.
 
     Raises:
         ValueError: If they are not ranges of the text's characters, in order and without overlap.
@@ -82,19 +96,20 @@ def of_spans(text: str, given: Any) -> tuple[str, Spans]:
     ordered = edges == sorted(edges) and all(start < end for start, end in given)
     if not ordered or edges[0] < 0 or edges[-1] > len(text):
         raise ValueError(f"has 'target_spans' that overlap, are empty, or leave its text of {len(text)} characters")
-    return text, tuple((start, end) for start, end in given)
+    return Content(text, tuple((start, end) for start, end in given))
 
 
-def weights_of(value: Mapping[str, Any], spans: Spans | None) -> Weights | None:
+def weights_of(value: Mapping[str, Any], content: Content) -> Weights | None:
     """Return what the targets of a document weigh: its ``weight``, times that of each message or span; None: all 1.
 
     Args:
-        value: The document, whose text and targets are valid.
-        spans: Its targets.
+        value: The document.
+        content: Its text and targets.
 
     Raises:
         ValueError: If a weight is not a finite number, or the number of ``target_weights`` is not that of spans.
     """
+    spans = content.spans
     factors = [1.0] * (1 if spans is None else len(spans))
     if value.get("target_weights") is not None:
         given = value["target_weights"]
@@ -103,20 +118,14 @@ def weights_of(value: Mapping[str, Any], spans: Spans | None) -> Weights | None:
         if not isinstance(given, list) or len(given) != len(spans):
             raise ValueError(f"needs 'target_weights' that are a list of {len(spans)}, one for each of 'target_spans'")
         factors = [_number(weight, f"weight of span {position}") for position, weight in enumerate(given)]
-    elif value.get("text") is None and value.get("messages") is not None:
-        answers = [(number, message) for number, message in enumerate(value["messages"]) if _answers(message)]
+    elif content.turns:
+        given = {turn: value["messages"][turn].get("weight") for turn in content.turns}
         factors = [
-            1.0 if message.get("weight") is None else _number(message["weight"], f"weight of message {number}")
-            for number, message in answers
+            1.0 if given[turn] is None else _number(given[turn], f"weight of message {turn}") for turn in content.turns
         ]
     whole = _number(value["weight"], "weight") if "weight" in value else 1.0
     weights = tuple(_number(whole * factor, "weight") for factor in factors)
     return None if set(weights) == {1.0} else weights
-
-
-def _answers(message: Mapping[str, Any]) -> bool:
-    """Whether a valid message has targets."""
-    return message["role"] == ASSISTANT and bool(message["content"].strip())
 
 
 def _number(value: Any, what: str) -> float:
@@ -137,7 +146,7 @@ def missing(value: Mapping[str, Any]) -> str | None:
 
 
 def _answered(chat: Any) -> bool:
-    """Whether a chat has a message of the assistant, or is malformed, which `of_messages` reports."""
+    """Whether a chat has a message of the assistant, or is malformed, which `messages_of` reports."""
     if not isinstance(chat, list) or not all(isinstance(message, dict) for message in chat):
         return chat is not None
     return any(message.get("role") == ASSISTANT and not _blank(message.get("content")) for message in chat)

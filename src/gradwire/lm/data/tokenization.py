@@ -12,7 +12,7 @@ from pathlib import Path
 from gradwire.base.errors import BadInput
 from gradwire.base.files import check_folder, check_regular, digest, sha256_file
 from gradwire.base.source_digest import source_digest
-from gradwire.lm.data import corpus
+from gradwire.lm.data import chats, corpus
 from gradwire.lm.data import tokenizer as tokenizers
 from gradwire.lm.data.defaults import (
     MAX_LENGTH,
@@ -20,9 +20,10 @@ from gradwire.lm.data.defaults import (
     SHORTEST_MAX_LENGTH,
     VAL_FRACTION,
     VOCAB_SIZE,
+    ChatFormat,
     check_shard,
 )
-from gradwire.lm.data.shards import ALL, exist, meta, splits, wait_finalized
+from gradwire.lm.data.shards import ALL, chat_format_of, exist, meta, splits, wait_finalized
 from gradwire.lm.data.writer import write_shards
 
 TIMEOUT = 600.0  # seconds without progress after which the other ranks stop waiting for rank 0
@@ -38,6 +39,7 @@ def tokenize(
     shard_size: int,
     val_fraction: float,
     dataset: str,
+    chat_format: ChatFormat | None = None,
     tokenizer_only: bool = False,
     restart: bool = False,
 ) -> None:
@@ -55,6 +57,7 @@ def tokenize(
         shard_size: Samples per shard.
         val_fraction: Fraction of the documents for validation; 0 makes the one split ``all``.
         dataset: Name of the corpus in records.
+        chat_format: As for `chats.chosen`.
         tokenizer_only: Make no shards.
         restart: Replace shards made with other settings, another corpus or other source code.
 
@@ -77,7 +80,7 @@ def tokenize(
             "val_fraction": val_fraction,
             "source": source(),
         }
-        write_shards(shards, data_path, ready, settings, restart)
+        write_shards(shards, data_path, ready, chats.chosen(chat_format, ready.template), settings, restart)
     except BadInput:
         if not kept:
             shutil.rmtree(tokenizer_folder, ignore_errors=True)
@@ -90,6 +93,7 @@ def shards_of(
     tokenizer: str,
     max_length: int | None = None,
     vocab_size: int = VOCAB_SIZE,
+    chat_format: ChatFormat | None = None,
     cache_dir: Path | None = None,
     whole: bool = False,
     rank: int = 0,
@@ -103,6 +107,7 @@ def shards_of(
             shards bring their own tokenizer, and for a corpus file one is trained.
         max_length: Tokens per sample; shards with longer ones are an error. None: as the shards, or the default.
         vocab_size: Vocabulary size of ``bpe``, for a corpus file.
+        chat_format: As for `chats.chosen`; shards with chats of another format are an error.
         cache_dir: Where to write a corpus file's shards; None: ``$XDG_CACHE_HOME/gradwire/<digest>``.
         whole: Put all documents of a corpus file into the split ``all``; in a ``cache_dir``, below ``all/``.
         rank: Rank 0 tokenizes; the others poll until it has finished.
@@ -115,7 +120,7 @@ def shards_of(
     data_path = Path(data_path)
     for folder in (data_path, data_path / "shards"):
         if exist(folder):
-            check_fit(folder, tokenizer, max_length)
+            check_fit(folder, tokenizer, max_length, chat_format)
             return folder
     max_length = MAX_LENGTH if max_length is None else max_length
     if max_length < SHORTEST_MAX_LENGTH:
@@ -125,7 +130,7 @@ def shards_of(
         raise BadInput(f"{data_path} is neither a shards folder nor a corpus file; `gradwire tokenize` makes shards.")
     val_fraction = 0.0 if whole else VAL_FRACTION
     if cache_dir is None:
-        cache_dir = default_cache(data_path, tokenizer, max_length, vocab_size, val_fraction)
+        cache_dir = default_cache(data_path, tokenizer, max_length, vocab_size, val_fraction, chat_format)
     elif whole:
         cache_dir = cache_dir / ALL
     if rank == 0:
@@ -140,18 +145,25 @@ def shards_of(
                 shard_size=SHARD_SIZE,
                 val_fraction=val_fraction,
                 dataset=data_path.stem,
+                chat_format=chat_format,
             )
     wait_finalized(cache_dir / "shards", timeout)
     return cache_dir / "shards"
 
 
-def check_fit(folder: Path, tokenizer: str, max_length: int | None) -> None:
-    """Check that shards have samples of at most ``max_length`` tokens and the vocabulary of ``tokenizer``.
+def check_fit(folder: Path, tokenizer: str, max_length: int | None, chat_format: ChatFormat | None = None) -> None:
+    """Check that shards have samples of at most ``max_length`` tokens, the vocabulary of ``tokenizer``, and the format.
 
     Raises:
         BadInput: If they do not; the message has the command that makes shards that do.
     """
-    longest = meta(folder, splits(folder)[0])["max_length"]
+    made = meta(folder, splits(folder)[0])
+    longest, of_chats = made["max_length"], chat_format_of(made)
+    if chat_format and of_chats and chat_format != chats.kind(of_chats):
+        raise BadInput(
+            f"{folder} has chats in the format {chats.kind(of_chats)}, not {chat_format}; run `gradwire tokenize` with "
+            f"--chat_format {chat_format} into another folder."
+        )
     if max_length is not None and longest > max_length:
         raise BadInput(
             f"{folder} holds samples of up to {longest} tokens, not {max_length}; run `gradwire tokenize` with "
@@ -164,11 +176,18 @@ def check_fit(folder: Path, tokenizer: str, max_length: int | None) -> None:
         )
 
 
-def default_cache(data_path: Path, tokenizer: str, max_length: int, vocab_size: int, val_fraction: float) -> Path:
-    """Return the folder in the user's cache for exactly this corpus, tokenizer, length, split and source code."""
+def default_cache(
+    data_path: Path,
+    tokenizer: str,
+    max_length: int,
+    vocab_size: int,
+    val_fraction: float,
+    chat_format: ChatFormat | None = None,
+) -> Path:
+    """Return the folder in the user's cache for exactly this corpus, tokenizer, length, split, format and source."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     origin = tokenizers.origin(tokenizer, data_path, vocab_size)
-    cut = [max_length, SHARD_SIZE, val_fraction]
+    cut = [max_length, SHARD_SIZE, val_fraction, chat_format]
     return cache / "gradwire" / digest([data_path.stem, corpus.sha256(data_path), origin, *cut, source()])
 
 

@@ -9,7 +9,16 @@ from pydantic import Field
 
 from gradwire.base.flags import COUNT, FRACTION, output_folder
 from gradwire.base.strict import Strict
-from gradwire.lm.data.defaults import LENGTH, MAX_LENGTH, SHARD_SIZE, VAL_FRACTION, VOCAB_SIZE, VOCABULARY
+from gradwire.lm.data.defaults import (
+    CHAT_FORMAT,
+    LENGTH,
+    MAX_LENGTH,
+    SHARD_SIZE,
+    VAL_FRACTION,
+    VOCAB_SIZE,
+    VOCABULARY,
+    ChatFormat,
+)
 
 
 class Options(Strict):
@@ -20,6 +29,7 @@ class Options(Strict):
     tokenizer: str = Field("bpe", description="bpe: train byte-level BPE; else a folder such as GPT-2's")
     vocab_size: Annotated[int, VOCABULARY] = Field(VOCAB_SIZE, description="vocabulary size of bpe")
     max_length: Annotated[int, LENGTH] = Field(MAX_LENGTH, description="maximum tokens per sample")
+    chat_format: ChatFormat | None = Field(None, description=CHAT_FORMAT)
     shard_size: Annotated[int, COUNT] = Field(SHARD_SIZE, description="samples per shard")
     val_fraction: Annotated[float, FRACTION] = Field(VAL_FRACTION, description="fraction of documents for validation")
     tokenizer_only: bool = Field(False, description="make the tokenizer and no shards")
@@ -46,6 +56,7 @@ def main(options: Options) -> None:
         shard_size=options.shard_size,
         val_fraction=options.val_fraction,
         dataset=options.dataset or options.data_path.stem,
+        chat_format=options.chat_format,
         tokenizer_only=options.tokenizer_only,
         restart=options.restart,
     )

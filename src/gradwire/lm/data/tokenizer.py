@@ -14,10 +14,10 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
@@ -25,14 +25,18 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from gradwire.base.errors import BadInput
 from gradwire.base.files import LARGEST_JSON, check_size, check_sums, read_object, whole_folder, write_json
 from gradwire.lm.data import corpus
+from gradwire.lm.data.chats import Template
 from gradwire.lm.data.defaults import VOCABULARY
 
 TOKENIZER, CONFIG, ORIGIN = "tokenizer.json", "tokenizer_config.json", "origin.json"
-TEMPLATES = ("chat_template.jinja", "chat_template.json")  # or an entry of the configuration
+TEMPLATE, OLD_TEMPLATE = "chat_template.jinja", "chat_template.json"  # or an entry of the configuration
 ROLES = ("eos_token", "pad_token", "bos_token", "unk_token")  # in the order in which missing ones are added
+FURTHER_ROLES = ("sep_token", "cls_token", "mask_token")
 LONG = 10_000  # characters of a word
 FIRST = 10.0  # seconds after which the first line is printed
 END, PAD = "<|endoftext|>", "<|pad|>"
+Places: TypeAlias = tuple[list[int], list[tuple[int, int]]]
+"""Token ids of a text, and each token's characters [start, end)."""
 
 
 @dataclass(frozen=True)
@@ -45,13 +49,13 @@ class Tokenizer:
         backend: The tokenizer itself.
         eos_id: Id of the end-of-document token.
         pad_id: Id of the padding token.
-        template: The file with the chat template of the folder that the tokenizer is a copy of, which is not applied.
+        template: Its chat template, if it has one.
     """
 
     backend: tokenizers.Tokenizer
     eos_id: int
     pad_id: int
-    template: Path | None = None
+    template: Template | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -63,18 +67,29 @@ class Tokenizer:
         with _encoding():
             return [encoding.ids for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
 
-    def encode_places(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
-        """Encode each text as `encode_batch` does; return token ids, and each token's characters [start, end)."""
+    def encode_places(self, texts: Sequence[str], special: bool = False) -> list[Places]:
+        """Encode each text as `encode_batch` does; return their places, too.
+
+        Args:
+            texts: The texts.
+            special: Whether special tokens that are spelled out are encoded as such: those of a chat template.
+        """
         with _encoding():
-            encodings = self._untrimmed.encode_batch(texts, add_special_tokens=False)
+            encodings = (self._special if special else self._untrimmed).encode_batch(texts, add_special_tokens=False)
         return [(encoding.ids, encoding.offsets) for encoding in encodings]
 
     @cached_property
     def _untrimmed(self) -> tokenizers.Tokenizer:
         """The backend without its post-processor: GPT-2's cuts spaces off the places of tokens."""
+        backend = copy.deepcopy(self._special)
+        backend.encode_special_tokens = True
+        return backend
+
+    @cached_property
+    def _special(self) -> tokenizers.Tokenizer:
+        """The same, which encodes special tokens that are spelled out as such: copies do."""
         backend = copy.deepcopy(self.backend)
         backend.post_processor = processors.Sequence([])
-        backend.encode_special_tokens = True  # copies forget it
         return backend
 
     @cached_property
@@ -116,7 +131,8 @@ def load(folder: Path) -> Tokenizer:
     Raises:
         BadInput: If the folder has no tokenizer, or one without an end or a padding token.
     """
-    backend, named = backend_of(Path(folder)), _special_tokens(Path(folder))
+    folder = Path(folder)
+    backend, named = backend_of(folder), _special_tokens(folder)
 
     def id_of(role: str) -> int:
         token_id = backend.token_to_id(named[role]) if role in named else None
@@ -124,7 +140,7 @@ def load(folder: Path) -> Tokenizer:
             raise BadInput(f"the tokenizer in {folder} has no {role}; `gradwire tokenize --tokenizer` completes it.")
         return token_id
 
-    return Tokenizer(backend, eos_id=id_of("eos_token"), pad_id=id_of("pad_token"))
+    return Tokenizer(backend, eos_id=id_of("eos_token"), pad_id=id_of("pad_token"), template=chat_template(folder))
 
 
 def alike(first: Path, second: Path) -> bool:
@@ -158,15 +174,18 @@ def prepare(choice: str, folder: Path, corpus_path: Path, vocab_size: int) -> To
     else:
         backend = _train(corpus_path, vocab_size) if choice == "bpe" else backend_of(Path(choice))
         named = {} if choice == "bpe" else _special_tokens(Path(choice))
-        _save(folder, backend, _complete(backend, named), wanted)
-    return replace(load(folder), template=None if choice == "bpe" else chat_template(Path(choice)))
+        template = None if choice == "bpe" else chat_template(Path(choice))
+        _save(folder, backend, _complete(backend, named, template), wanted, template)
+    return load(folder)
 
 
 def origin(choice: str, corpus_path: Path, vocab_size: int) -> dict[str, Any]:
     """Return what determines a tokenizer; a rerun compares it with that of the existing one."""
     if choice == "bpe":
         return {"tokenizer": "bpe", "vocab_size": vocab_size, "corpus": corpus.sha256(corpus_path)}
-    return {"tokenizer": "folder", "sha256": hashlib.sha256(backend_of(Path(choice)).to_str().encode()).hexdigest()}
+    found = {"tokenizer": "folder", "sha256": hashlib.sha256(backend_of(Path(choice)).to_str().encode()).hexdigest()}
+    template = chat_template(Path(choice))
+    return found if template is None else {**found, "chat_template": template.name.partition(":")[2]}
 
 
 def _listed(origin: dict[str, Any]) -> str:
@@ -252,11 +271,31 @@ def backend_of(folder: Path) -> tokenizers.Tokenizer:
     return backend
 
 
-def chat_template(folder: Path) -> Path | None:
-    """The file of a tokenizer's folder that has a chat template, if any."""
-    config = read_object(folder / CONFIG) if (folder / CONFIG).exists() else {}
-    files = [folder / name for name in TEMPLATES if (folder / name).is_file()]
-    return next(iter(files), folder / CONFIG if config.get("chat_template") else None)
+def chat_template(folder: Path) -> Template | None:
+    """Read the chat template of a tokenizer's folder, if it has one; of several, the one named ``default``.
+
+    Raises:
+        BadInput: If it is not a text.
+    """
+    source: Any
+    if (folder / TEMPLATE).is_file():
+        file, source = folder / TEMPLATE, _text_of(folder / TEMPLATE)
+    else:
+        file = folder / (OLD_TEMPLATE if (folder / OLD_TEMPLATE).is_file() else CONFIG)
+        source = read_object(file).get("chat_template") if file.is_file() else None
+    if isinstance(source, list):
+        named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
+        source = named.get("default", source)
+    if not isinstance(source, str | None):
+        raise BadInput(f"{file}: chat_template must be a string, or a list with a string named default.")
+    return Template(source, _special_tokens(folder)) if source else None
+
+
+def _text_of(file: Path) -> str:
+    try:
+        return file.read_bytes().decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadInput(f"cannot read the chat template {file}: {error}.") from None
 
 
 def _special_tokens(folder: Path) -> dict[str, str]:
@@ -267,7 +306,7 @@ def _special_tokens(folder: Path) -> dict[str, str]:
     """
     config = read_object(folder / CONFIG) if (folder / CONFIG).exists() else {}
     tokens = {}
-    for role in ROLES:
+    for role in (*ROLES, *FURTHER_ROLES):
         token = config.get(role)
         content = token.get("content") if isinstance(token, dict) else token
         if token is None or content == "":
@@ -281,17 +320,30 @@ def _special_tokens(folder: Path) -> dict[str, str]:
     return tokens
 
 
-def _complete(backend: tokenizers.Tokenizer, named: dict[str, str]) -> dict[str, Any]:
-    """Add the missing special tokens to ``backend``; return the configuration that names all of them."""
+def _complete(backend: tokenizers.Tokenizer, named: dict[str, str], template: Template | None) -> dict[str, Any]:
+    """Add the missing special tokens to ``backend``; return the configuration that names all of them.
+
+    With a chat template, which may ask whether there is one, only those that every tokenizer needs are added.
+    """
     eos = named.get("eos_token", END)
     tokens = {"eos_token": eos, "bos_token": eos, "unk_token": eos, "pad_token": PAD, **named}
-    backend.add_special_tokens(list(dict.fromkeys(tokens[role] for role in ROLES)))
+    if template is not None:
+        tokens = {"eos_token": eos, "pad_token": PAD, **named}
+    backend.add_special_tokens(list(dict.fromkeys(tokens[role] for role in ROLES if role in tokens)))
     return {"tokenizer_class": "PreTrainedTokenizerFast", **tokens, "clean_up_tokenization_spaces": False}
 
 
-def _save(folder: Path, backend: tokenizers.Tokenizer, config: dict[str, Any], origin: dict[str, Any]) -> None:
+def _save(
+    folder: Path,
+    backend: tokenizers.Tokenizer,
+    config: dict[str, Any],
+    origin: dict[str, Any],
+    template: Template | None,
+) -> None:
     with whole_folder(folder) as part:
         backend.save(str(part / TOKENIZER))
+        if template is not None:
+            (part / TEMPLATE).write_bytes(template.source.encode())
         write_json(part / CONFIG, config)
         write_json(part / ORIGIN, origin)
 

@@ -25,6 +25,7 @@ import torch
 from gradwire.base.errors import BadInput
 from gradwire.base.files import sha256_file, whole
 from gradwire.lm.data import corpus
+from gradwire.lm.data.chats import Format
 from gradwire.lm.data.corpus import Document, FirstSeen
 from gradwire.lm.data.shards import (
     ALL,
@@ -37,7 +38,7 @@ from gradwire.lm.data.shards import (
     tables,
     target_counts,
 )
-from gradwire.lm.data.targets import is_chat, span_of
+from gradwire.lm.data.targets import span_of
 from gradwire.lm.data.tokenizer import Tokenizer, progress
 
 BATCH_CHARACTERS = 500_000  # tokenized at once: enough for all cores, yet small in memory
@@ -186,7 +187,12 @@ class SplitWriter:
 
 
 def write_shards(
-    folder: Path, corpus_path: Path, tokenizer: Tokenizer, settings: dict[str, Any], restart: bool = False
+    folder: Path,
+    corpus_path: Path,
+    tokenizer: Tokenizer,
+    chats: Format,
+    settings: dict[str, Any],
+    restart: bool = False,
 ) -> None:
     """Tokenize a corpus into ``folder``, or resume that.
 
@@ -194,6 +200,7 @@ def write_shards(
         folder: The shards folder.
         corpus_path: The corpus.
         tokenizer: The tokenizer to use.
+        chats: The format of chats.
         settings: max_length, shard_size, val_fraction (0: one split, ``all``), dataset, dataset_digest,
             tokenizer_digest and source.
         restart: Delete shards with other settings; False raises an error.
@@ -205,6 +212,7 @@ def write_shards(
     settings = {
         "format_version": FORMAT_VERSION,
         **settings,
+        "chat_format": chats.name,
         "vocab_size": tokenizer.vocab_size,
         "eos_id": tokenizer.eos_id,
         "pad_id": tokenizer.pad_id,
@@ -216,19 +224,19 @@ def write_shards(
     all_writers = [*writers.values()]
     try:
         with progress(lambda: f"tokenizing, {sum(writer.documents for writer in all_writers):,} documents written"):
-            _write(writers, corpus_path, tokenizer)
+            _write(writers, corpus_path, tokenizer, chats)
     except BadInput:
         shutil.rmtree(folder, ignore_errors=True)
         raise
 
 
-def _write(writers: dict[str, SplitWriter], corpus_path: Path, tokenizer: Tokenizer) -> None:
+def _write(writers: dict[str, SplitWriter], corpus_path: Path, tokenizer: Tokenizer, chats: Format) -> None:
     """Read the whole corpus, write the missing shards, and finalize all splits."""
     val_fraction = next(iter(writers.values())).meta["val_fraction"]
     for writer in writers.values():
         writer.count(tables(writer.folder, writer.meta))
     done = {split: writer.meta["processed_documents"] for split, writer in writers.items()}
-    documents = NamedLikeParts(noted(corpus.checked(corpus_path), corpus_path, tokenizer.template))
+    documents = Noticed(corpus.checked(corpus_path, chats))
     waiting = remaining(documents, done, val_fraction)
     characters: set[str] = set()
     for split, document, encoding in encoded(waiting, tokenizer, characters if tokenizer.may_drop else None):
@@ -243,38 +251,27 @@ def _write(writers: dict[str, SplitWriter], corpus_path: Path, tokenizer: Tokeni
         if not writer.targets.any():
             raise BadInput(f"{corpus_path}: no sample in {split} has a target; use more documents or --max_length.")
     note_unknown(np.sum([writer.targets for writer in writers.values()], axis=0), characters, tokenizer)
-    if documents.present:
+    if documents.named_like_parts:
         refuse_shared_ids(writers.values(), corpus_path)
     if "val" in writers:
         loss = unigram_loss(writers["train"].targets, writers["val"].targets)
-        writers.pop("val").finalize(unigram_loss=loss, unigram_ppl=math.exp(loss))
+        writers.pop("val").finalize(unigram_loss=loss, unigram_ppl=math.exp(loss), chats=documents.chats)
     for writer in writers.values():
-        writer.finalize()
+        writer.finalize(chats=documents.chats)
 
 
-def noted(documents: Iterable[Document], where: Path, template: Path | None) -> Iterator[Document]:
-    """Yield documents; print once that a chat is not in the form of the tokenizer's chat template, if it has one."""
-    for document in documents:
-        if template and document.spans and is_chat(document.body, document.spans):
-            print(
-                f"gradwire: WARNING: {where} has chats, and the chat template in {template} is not applied: a message "
-                "is read as `<|role|>`, a line break and its content. Losses are of that form, not of the template's.",
-                file=sys.stderr,
-            )
-            template = None
-        yield document
-
-
-class NamedLikeParts:
-    """Yields documents and records whether an id contains ``#``, as the ids of a cut document's samples do."""
+class Noticed:
+    """Yields documents, counts the chats, and records whether an id contains ``#``, as the ids of a cut document do."""
 
     def __init__(self, documents: Iterable[Document]) -> None:
         self._documents = documents
-        self.present = False
+        self.named_like_parts = False
+        self.chats = 0
 
     def __iter__(self) -> Iterator[Document]:
         for document in self._documents:
-            self.present |= "#" in document.id
+            self.named_like_parts |= "#" in document.id
+            self.chats += document.is_chat
             yield document
 
 
@@ -318,7 +315,7 @@ def encoded(
         for batch in _batches(waiting):
             if characters is not None:
                 characters.update(*(document.text for _, document in batch))
-            running.append((batch, workers.submit(_encode, tokenizer, batch)))
+            running.append((batch, workers.submit(encode, tokenizer, [document for _, document in batch])))
             if len(running) > BATCHES_AHEAD:
                 yield from _finished(*running.popleft())
         for batch, result in running:
@@ -355,24 +352,30 @@ def _shared(sample_id: str, corpus_path: Path) -> BadInput:
     )
 
 
-def _encode(tokenizer: Tokenizer, batch: Waiting) -> list[Encoded]:
-    """Encode documents. The end-of-text token is a target if the text ends with one: then it ends what is learnt.
+def encode(tokenizer: Tokenizer, documents: Sequence[Document]) -> list[Encoded]:
+    """Return the tokens and targets of documents, each with an end-of-text token unless a chat template ends it.
 
-    It then has the weight of that target.
+    That token is a target if the text ends with one: then it ends what is learnt, and has the weight of that target.
     """
-    whole = iter(tokenizer.encode_batch([document.text for _, document in batch if document.spans is None]))
-    partly = iter(tokenizer.encode_places([document.text for _, document in batch if document.spans is not None]))
+    whole = iter(tokenizer.encode_batch([document.text for document in documents if document.spans is None]))
+    partial = [document for document in documents if document.spans is not None]
+    partly, templated = (
+        iter(tokenizer.encode_places([each.text for each in partial if each.templated is special], special))
+        for special in (False, True)
+    )
     encodings: list[Encoded] = []
-    for _, document in batch:
+    for document in documents:
         if document.spans is None:
             tokens = [*next(whole), tokenizer.eos_id]
             encodings.append(Encoded(tokens, None, document.weights and document.weights * len(tokens)))
-        else:
-            tokens, places = next(partly)
+            continue
+        tokens, places = next(templated if document.templated else partly)
+        span = span_of(places, document.spans)
+        if not document.templated:
             ends = document.spans[-1][1] == len(document.text)
-            span = np.append(span_of(places, document.spans), len(document.spans) - 1 if ends else -1)
-            weights = document.weights and np.append(document.weights, 1.0)[span].tolist()  # -1 is the last
-            encodings.append(Encoded([*tokens, tokenizer.eos_id], (span >= 0).tolist(), weights))
+            tokens, span = [*tokens, tokenizer.eos_id], np.append(span, len(document.spans) - 1 if ends else -1)
+        weights = document.weights and np.append(document.weights, 1.0)[span].tolist()  # -1 is the last
+        encodings.append(Encoded(tokens, (span >= 0).tolist(), weights))
     return encodings
 
 

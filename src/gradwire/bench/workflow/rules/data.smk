@@ -53,7 +53,7 @@ rule shards:
         source=source_digest("gradwire.lm.data.tokenize"),
         folder=subpath(output[0], ancestor=2),
         dataset=EXPERIMENT.dataset.source,
-        flags=dataset_flags("max_length", "shard_size", "val_fraction"),
+        flags=dataset_flags("max_length", "shard_size", "val_fraction", "chat_format"),
     shell:
         "gradwire tokenize --attempt {resources.attempt}"
         " --data_path {input.corpus:q} --output_dir {params.folder:q} --tokenizer {input.tokenizer:q}"
