@@ -30,6 +30,7 @@ from gradwire.comm.parallel.optimizers.demo import DeMo as DeMo
 from gradwire.comm.parallel.optimizers.desloc import DesLoc as DesLoc
 from gradwire.comm.parallel.optimizers.diloco import DiLoCo as DiLoCo
 from gradwire.comm.parallel.optimizers.muon import Muon as Muon
+from gradwire.comm.parallel.optimizers.replay import ReplayDiLoCo as ReplayDiLoCo
 from gradwire.comm.parallel.optimizers.streaming import StreamingDiLoCo as StreamingDiLoCo
 
 __version__: str

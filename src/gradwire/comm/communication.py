@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, Field
 from gradwire.base.errors import BadInput
 from gradwire.base.flags import COUNT, NATURAL
 from gradwire.base.strict import Strict
+from gradwire.comm.compressors import as_compressor
 from gradwire.comm.compressors.reduction import ReducerOptions, by_step
 
 CommOptimizer = Literal["gradient", "onebit_adam", "zero_one_adam", "diloco", "sparseloco", "muloco", "desloc", "demo"]
@@ -63,14 +64,19 @@ OPTIONS = {  # of which optimizers an option is
     **dict.fromkeys(("freeze_step", "variance_kappa", "local_doubling", "max_local_steps"), ("zero_one_adam",)),
     **dict.fromkeys(("H", "outer_lr", "outer_momentum", "dense_rounds"), LOCAL),
     **dict.fromkeys(("H_momentum", "H_variance"), ("desloc",)),
-    "streaming": DILOCO,
+    **dict.fromkeys(("streaming", "embeddings"), DILOCO),
     "inner": ("gradient", *DILOCO),
 }
 
 
-def home(comm_optimizer: str, streaming: bool) -> str:
-    """Return the module and the class of an optimizer, such as ``diloco.DiLoCo``."""
-    return "streaming.StreamingDiLoCo" if streaming else PRESETS[comm_optimizer].home
+VARIANTS = {"streaming": "streaming.StreamingDiLoCo", "embeddings": "replay.ReplayDiLoCo"}
+"""Options that another class has, with its home."""
+
+
+def home(comm_optimizer: str, options: Mapping[str, Any]) -> str:
+    """Return the module and the class of an optimizer with the given options, such as ``diloco.DiLoCo``."""
+    chosen = [variant for option, variant in VARIANTS.items() if options.get(option) is not None]
+    return chosen[0] if chosen else PRESETS[comm_optimizer].home
 
 
 def preset(comm_optimizer: Any) -> Preset:
@@ -132,6 +138,9 @@ class Communication(Strict, strict=True):
     dense_rounds: Natural = Field(0, description="first rounds without compression")
     inner: Inner | None = Field(None, description="the optimizer of a rank's steps")
     streaming: Streaming | None = Field(None, description="send in fragments while training goes on")
+    embeddings: str | dict[str, Any] | None = Field(
+        None, description="replay embeddings, and the compressor of their gradients: {method: int8, num_bits: 4}"
+    )
 
     @property
     def averages_gradients(self) -> bool:
@@ -146,7 +155,12 @@ class Communication(Strict, strict=True):
     @property
     def module(self) -> str:
         """The module in ``comm.parallel.optimizers`` that has the optimizer."""
-        return home(self.comm_optimizer, self.streaming is not None).partition(".")[0]
+        return home(self.comm_optimizer, self.options).partition(".")[0]
+
+    @property
+    def methods(self) -> list[str]:
+        """The compressors that its options name."""
+        return [] if self.embeddings is None else [as_compressor(self.embeddings).name]
 
     @property
     def options(self) -> dict[str, Any]:
@@ -158,13 +172,17 @@ def check_communication(communication: Communication, method: str, reduction: Re
     """Refuse an optimizer that communicates where its cell does not suit it.
 
     Raises:
-        BadInput: If it does not have an option; if it sends momenta and has no compressor or no warm-up; if it takes
-            local steps and has ``dense_steps``.
+        BadInput: If it does not have an option; if it streams and replays; if it sends momenta and has no compressor or
+            no warm-up; if it takes local steps and has ``dense_steps``.
     """
     name, dense_steps = communication.comm_optimizer, reduction.dense_steps
     for option in communication.options:
         if name not in OPTIONS[option]:
             raise BadInput(f"{option}: an option of comm_optimizer {', '.join(OPTIONS[option])}, not of {name}.")
+    if communication.embeddings is not None:
+        as_compressor(communication.embeddings)
+        if communication.streaming is not None:
+            raise BadInput("embeddings are replayed at the end of a round, and streaming has none: omit one of them.")
     if name in LOCAL and dense_steps:
         raise BadInput(f"dense_steps counts optimizer steps; comm_optimizer {name} has dense_rounds.")
     if name not in MOMENTUM:

@@ -13,11 +13,10 @@ from test_training import run, shards, words  # noqa: F401  a fixture
 
 LOCAL = {"method": "onebit", "comm_optimizer": "diloco", "H": 2, "outer_lr": 0.9, "outer_momentum": 0.5}
 CELLS = {
-    "local": {**LOCAL, "inner": "muon"},
+    "local": {**LOCAL, "inner": "muon", "embeddings": {"method": "int8", "num_bits": 4, "block": 16}},
     "momenta": {"method": "onebit", "comm_optimizer": "onebit_adam", "dense_steps": 2},
     "framework": {"method": "none"},
 }
-DRAWING = json.dumps({"architecture": "gpt2", "hidden_size": 16, "layers": 1, "heads": 2, "dropout": 0.1})
 TIMES = ("_ms", "_s")
 
 

@@ -35,6 +35,12 @@ OPTIMIZERS = {  # the name, the method, the reducer's options, the optimizer's; 
     "muloco": ("muloco", "bins", {"error_feedback": True}, {"H": 3, "steps": LAST}),
     "sparseloco": ("sparseloco", "chunktopk+bins", SPARSE, {"H": 3, "steps": LAST}),
     "desloc": ("desloc", "onebit", ONEBIT, {"H": 3, "H_momentum": 2, "H_variance": 4, "steps": LAST}),
+    "replay": (  # a round, with gradients of the embedding
+        "diloco",
+        "onebit",
+        ONEBIT,
+        {"H": 3, "steps": LAST, "embeddings": {"method": "int8", "num_bits": 4, "block": 8}},
+    ),
     "streaming": (  # a fragment in flight
         "diloco",
         "onebit",
@@ -95,7 +101,9 @@ def snapshots(rank, world, group, case, strategy, folder):
     return unbroken, ended
 
 
-ISLANDS = [pytest.param(case, "hsdp", marks=pytest.mark.sweep) for case in OPTIMIZERS]
+ISLANDS = [  # whose model has no embedding
+    pytest.param(case, "hsdp", marks=pytest.mark.sweep) for case in OPTIMIZERS if case != "replay"
+]
 
 
 @pytest.mark.parametrize(("case", "strategy"), [*((case, "ddp") for case in OPTIMIZERS), *ISLANDS])

@@ -126,11 +126,12 @@ class Cell(Strict):
 
     @property
     def methods(self) -> list[str]:
-        """The compressors in use: the method, that of stored residuals, and that of parameters."""
+        """The compressors in use: the method, that of stored residuals, of parameters, in islands and of embeddings."""
         stored = self.reduction.error_feedback and self.reduction.residual_dtype != "float32"
         parameters = [] if self.param_compress == "none" else [ENCODINGS[self.param_compress].method]
         inside = [] if self.inside is None else self.inside.methods
-        return [self.method, *([self.reduction.residual_dtype] if stored else []), *parameters, *inside]
+        others = [*parameters, *inside, *self.communication.methods]
+        return [self.method, *([self.reduction.residual_dtype] if stored else []), *others]
 
     @property
     def hooked(self) -> bool:

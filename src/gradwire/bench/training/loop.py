@@ -60,7 +60,9 @@ def train(
     (model, optimizer, reducer, *_), outcome = loop.parts, loop.outcome
     if reducer is not None and reducer.world > 1:
         outcome.algorithm = reducer.algorithm
-        outcome.residual_bytes = reducer.codec.residual_bytes if reducer.codec.options.feedback else None
+        reducers = (reducer, *reducer.parts.values())
+        kept = [reducer.codec.residual_bytes for reducer in reducers if reducer.codec.options.feedback]
+        outcome.residual_bytes = sum(kept) if kept else None
     return model, optimizer, outcome
 
 

@@ -58,8 +58,8 @@ def build(
     """
     if name not in PRESETS:
         raise unknown("optimizer that communicates,", name, available())
-    streaming = options.pop("streaming", None)
-    module, kind = home(name, streaming is not None).split(".")
+    module, kind = home(name, options).split(".")
+    streaming, embeddings = options.pop("streaming", None), options.pop("embeddings", None)
     optimizer_class: type[Any] = getattr(import_module(f"{__name__}.{module}"), kind)
     options = {**preset(name).options, **options}
     if name not in LOCAL:
@@ -68,6 +68,8 @@ def build(
     rounds["outer"] = {"lr": options.pop("outer_lr"), "momentum": options.pop("outer_momentum")}
     if streaming is not None:
         rounds |= dict(checked(Streaming, streaming, "streaming"))
+    if embeddings is not None:
+        rounds["embeddings"] = embeddings
     inner = build_inner(options.pop("inner", "adamw"), model, groups, **options)
     return optimizer_class(inner, model, reducer=reducer, **rounds)  # type: ignore[no-any-return]
 

@@ -125,10 +125,10 @@ class DiLoCo(Communicating):
         if self.sent:
             if not math.isfinite(norm) and self.reducer.nonfinite == "skip":
                 self.inner.zero_grad(set_to_none=False)  # every rank counts the step, and what it receives is dropped
-            self.inner.step()
+            self.step_inner()
             self.send()
         else:
-            self.reducer.skip(self.layout)
+            self.rest()
         norm, taken = self.finish(norm, total, wait=False)
         if self.sent and not taken:
             self.discard()
@@ -139,7 +139,15 @@ class DiLoCo(Communicating):
         if self.sent:
             self.advance()
         else:
-            self.inner.step()
+            self.step_inner()
+
+    def step_inner(self) -> None:
+        """Take a step of the inner optimizer."""
+        self.inner.step()
+
+    def rest(self) -> None:
+        """Count a step that sends nothing."""
+        self.reducer.skip(self.layout)
 
     def send(self) -> None:
         """Communicate, after the step's inner step: average the pseudo-gradients."""
