@@ -90,6 +90,17 @@ def test_runs_of_a_timing_experiment_have_the_machine_for_themselves(timing, che
     assert (printed.count("--alone"), printed.count("threads: 2")) == ((2, 2) if timing else (0, 0))
 
 
+def test_simulated_ranks_have_one_process_and_no_trace(checkout):
+    grid = [{"strategies": ["ddp"], "world_sizes": [8], "simulated": True}]
+    checkout.configure({**SMALL, "grid": grid, "gradients": None, "training": {"profile": True}})
+    printed = checkout.snakemake("-n", "-p", "--config", "ranks_per_node=1").stdout
+    trainings = [line for line in printed.splitlines() if " train " in line]
+    assert trainings
+    assert all("--world_size 1 " in line and "--simulated_ranks 8 " in line for line in trainings)
+    assert "gradwire trace" not in printed
+    assert "mpi=srun" not in printed
+
+
 def test_every_verb_knows_its_attempt(checkout):
     checkout.configure(SMALL)
     shown = checkout.snakemake("-n", "-p")

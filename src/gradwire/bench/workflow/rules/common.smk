@@ -70,6 +70,9 @@ try:
     NO_LINKS = probe().reason if EXPERIMENT.needs_links else ""
     SIMULATED = EXPERIMENT.simulated()
     RUNS = [run for run in EXPERIMENT.runs() if why_left_out(run) is None]
+    TRACED = [
+        run for run in RUNS if EXPERIMENT.training.profile and run not in SIMULATED
+    ]
     CORPUS = f"results/data/{EXPERIMENT.dataset.corpus_folder}"
     VARIANT = variant_for(EXPERIMENT.training.device)
     if IN_IMAGE:

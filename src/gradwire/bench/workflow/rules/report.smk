@@ -10,7 +10,7 @@ rule summarize:
     input:
         of_runs(f"{RUN}/record.json", RUNS),
         of_runs(f"{RUN}/perplexity.json", RUNS if EXPERIMENT.training.evaluate else []),
-        of_runs(f"{RUN}/profile.json", RUNS if EXPERIMENT.training.profile else []),
+        of_runs(f"{RUN}/profile.json", TRACED),
         of_runs(f"{GRADIENTS}/validation.json", EXPERIMENT.gradient_runs(RUNS)),
         of_runs(f"{GRADIENTS}/norms.parquet", EXPERIMENT.norm_runs(RUNS)),
         answers(),
