@@ -12,7 +12,7 @@ import torch
 from diagonals import diagonals
 from test_reducer import CUTS, SHAPES, buffer, gradients
 
-from gradwire.base.errors import BadInput
+from gradwire.base.errors import BadInput, RunFault
 from gradwire.comm.closed_forms import raw_bytes
 from gradwire.comm.collectives import Exempt, Layout, Reducer
 from gradwire.comm.compressors import build
@@ -197,6 +197,58 @@ def test_float32_natively_costs_what_an_all_reduce_costs(world):
 
 
 LONG = [("matrix", (67, 131)), ("bias", (7,)), ("long", (5003,))]
+
+
+def by_row_and_packed(rank, world, group, name, options):
+    """The means, bytes and residuals of some steps in a layout by rows, and in one by parameters."""
+    outcomes = []
+    for cut in (Layout.dim0, Layout.packed):
+        layout = cut(BIG, world)
+        reducer = Reducer(build(name), group, **options)
+        means = []
+        for step in range(3):
+            out = {name: torch.zeros(shape) for name, shape in BIG}
+            mean = reducer.all_reduce(layout.pack(big_gradients(rank, step)), layout)
+            layout.unpack(mean, out)
+            reducer.finish()
+            means += [*out.values()]
+        kept = {key: feedback.residual for key, feedback in reducer.codec._feedbacks.items()}
+        counts = {key: reducer.traffic[key] for key in ("sent", "raw", "closed_form", "elements", "exempt_elements")}
+        outcomes.append((means, counts, kept))
+    (means, counts, kept), (means_packed, counts_packed, kept_packed) = outcomes
+    assert counts == counts_packed and kept.keys() == kept_packed.keys()
+    pairs = [*zip(means, means_packed, strict=True), *((kept[key], kept_packed[key]) for key in kept)]
+    return max(float((one - other).abs().max()) for one, other in pairs)
+
+
+PACKED = [
+    ("int8", {"algorithm": "exchange", "error_feedback": True}),
+    ("int8", {"algorithm": "gather", "error_feedback": True, "exempt": Exempt(max_ndim=1)}),
+    ("topk", {"algorithm": "exchange", "granularity": "row"}),
+    ("entropy", {"algorithm": "gather", "dense_steps": 1}),
+    ("fp16", {"algorithm": "native"}),
+    ("powersgd", {"error_feedback": True}),
+]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(("name", "options"), PACKED)
+def test_a_layout_by_parameters_has_the_means_and_bytes_of_one_by_rows(world, name, options, size):
+    differences = world(size).run(by_row_and_packed, name, options)
+    native_sum = size > 2 and (name == "powersgd" or options.get("algorithm") == "native")
+    assert max(differences) <= (1e-2 if native_sum else 0)
+
+
+def scatters_packed(rank, world, group):
+    layout = Layout.packed(BIG, world)
+    try:
+        Reducer("int8", group).reduce_scatter(layout.pack(big_gradients(rank)), layout)
+    except RunFault as fault:
+        return str(fault)
+
+
+def test_a_reduce_scatter_needs_rows_that_follow_each_other(world):
+    assert all("rows follow each other" in said for said in world(2).run(scatters_packed))
 
 
 def with_and_without_a_code(rank, world, group, name, kind, algorithm):

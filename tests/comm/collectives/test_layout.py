@@ -17,7 +17,7 @@ shapes = st.lists(st.lists(st.integers(1, 5), max_size=3).map(tuple), min_size=1
     lambda found: [(f"p{i}", shape) for i, shape in enumerate(found)]
 )
 worlds = st.integers(1, 5)
-both_cuts = pytest.mark.parametrize("cut", [Layout.dim0, Layout.cut])
+every_cut = pytest.mark.parametrize("cut", [Layout.dim0, Layout.cut, Layout.packed])
 
 
 def numbered(shapes):
@@ -30,7 +30,7 @@ def numbered(shapes):
     return tensors, total
 
 
-@both_cuts
+@every_cut
 @given(shapes=shapes, world=worlds)
 def test_pieces_cover_every_element_once(cut, shapes, world):
     layout = cut(shapes, world)
@@ -41,12 +41,12 @@ def test_pieces_cover_every_element_once(cut, shapes, world):
     assert [piece.start for piece in layout.pieces] == sorted(piece.start for piece in layout.pieces)
 
 
-@both_cuts
+@every_cut
 @given(shapes=shapes, world=worlds)
 def test_a_piece_lies_in_its_row_and_holds_what_it_names(cut, shapes, world):
     layout = cut(shapes, world)
     tensors, _ = numbered(shapes)
-    rows = layout.pack(tensors).view(world, layout.row_numel)
+    rows = layout.in_rows(layout.pack(tensors))
     for row, pieces in enumerate(layout.rows):
         for piece in pieces:
             assert piece.row == row and piece.numel > 0
@@ -54,7 +54,7 @@ def test_a_piece_lies_in_its_row_and_holds_what_it_names(cut, shapes, world):
             assert torch.equal(rows[row][layout.place_in_row(piece)], expected)
 
 
-@both_cuts
+@every_cut
 @given(shapes=shapes, world=worlds)
 def test_unpack_undoes_pack(cut, shapes, world):
     layout = cut(shapes, world)
@@ -86,6 +86,39 @@ def test_dim0_leaves_rows_empty_and_pads_each_parameter():
         Piece("weight", (3, 2), 1, 5, 2, 4),
     )
     assert Layout.dim0([("bias", (1,))], 3).rows == ((Piece("bias", (1,), 0, 0, 1, 0),), (), ())
+
+
+def test_packed_puts_whole_parameters_one_after_the_other():
+    layout = Layout.packed([("weight", (3, 2)), ("bias", (1,)), ("vector", (3,))], 2)
+    assert layout.pieces == (
+        Piece("weight", (3, 2), 0, 0, 4, 0),
+        Piece("weight", (3, 2), 1, 4, 2, 4),
+        Piece("bias", (1,), 0, 6, 1, 0),
+        Piece("vector", (3,), 0, 7, 2, 0),
+        Piece("vector", (3,), 1, 9, 1, 2),
+    )
+    assert (layout.numel, layout.row_numel) == (10, 7)
+    rows = layout.in_rows(torch.arange(1.0, 11))
+    assert rows.tolist() == [[1, 2, 3, 4, 7, 8, 9], [5, 6, 10, 0, 0, 0, 0]]
+
+
+def test_packed_tensors_that_follow_each_other_in_memory_are_not_copied():
+    layout = Layout.packed([("a", (3, 2)), ("b", (5,))], 2)
+    memory = torch.arange(12.0)
+    tensors = {"a": memory[1:7].view(3, 2), "b": memory[7:12]}
+    flat = layout.pack(tensors)
+    assert flat.data_ptr() == tensors["a"].data_ptr() and torch.equal(flat, memory[1:])
+    layout.unpack(-flat, tensors)
+    assert memory.tolist() == [0, *(-float(i) for i in range(1, 12))]
+    for others in (
+        {"a": tensors["a"], "b": tensors["b"].clone()},
+        {"a": memory[6:12].view(3, 2), "b": memory[1:6]},
+        {"a": memory[1:7].view(2, 3).T, "b": memory[7:12]},
+    ):
+        copied = layout.pack(others)
+        assert copied.data_ptr() != others["a"].data_ptr()
+        assert torch.equal(copied, torch.cat([others["a"].flatten(), others["b"]]))
+    assert Layout.dim0([("a", (3, 2)), ("b", (5,))], 1).pack(tensors).data_ptr() != flat.data_ptr()
 
 
 def test_cut_leaves_gaps_out():

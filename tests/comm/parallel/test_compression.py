@@ -413,22 +413,25 @@ def test_the_first_of_several_optimizers_ends_the_step(world):
 # --- the communication hook overlaps ---
 
 
-def begun(rank, world, group):
-    """For every backward pass: the number of buckets from DDP at the first reduction, and in all."""
+def begun(rank, world, group, compressor, options):
+    """For every backward pass: DDP's buckets at the first reduction, and in all; reductions of a bucket in place."""
     model = framed(net(), "ddp")
-    state, hook = gradwire.comm_hook(model, "int8")
-    handed, at_reductions = [], []
+    state, hook = gradwire.comm_hook(model, compressor, **options)
+    handed, at_reductions, buffers, in_place = [], [], [], []
     begin = state.reducer.begin_all_reduce
 
-    def logged(*args, **options):
+    def logged(flat, *args, **options):
         at_reductions[-1].append(handed[-1])
-        return begin(*args, **options)
+        in_place[-1] += (flat.data_ptr(), flat.numel()) == buffers[-1]
+        return begin(flat, *args, **options)
 
     def take(state, bucket: torch.distributed.GradBucket):
         if bucket.index() == 0:
             handed.append(0)
             at_reductions.append([])
+            in_place.append(0)
         handed[-1] += 1
+        buffers.append((bucket.buffer().data_ptr(), bucket.buffer().numel()))
         return hook(state, bucket)
 
     take.__annotations__.clear()
@@ -436,10 +439,49 @@ def begun(rank, world, group):
     model.register_comm_hook(state, take)
     for step in range(3):
         loss_of(model, rank, step).backward()
-    return [(first[0], buckets) for first, buckets in zip(at_reductions, handed, strict=True)]
+    return [(first[0], *rest) for first, *rest in zip(at_reductions, handed, in_place, strict=True)]
 
 
-def test_a_reduction_of_the_hook_begins_before_the_last_bucket(world):
-    first, *others = world(2).run(begun)[0]
+def test_a_reduction_of_planned_buckets_begins_before_the_last_bucket(world):
+    first, *others = world(2).run(begun, "int8", {"granularity": "row"})[0]
     assert first[0] == first[1], "the first pass shows which parameters DDP reduces"
-    assert all(before < buckets for before, buckets in others)
+    assert all(before < buckets for before, buckets, _ in others)
+
+
+@pytest.mark.parametrize(
+    ("compressor", "options"), [("fp16", {}), ("bf16", {"algorithm": "native"}), ("topk", {"error_feedback": True})]
+)
+def test_a_bucket_of_ddp_is_reduced_where_it_is(world, compressor, options):
+    for before, buckets, in_place in world(2).run(begun, compressor, options)[0]:
+        assert (before, in_place) == (1, buckets)
+
+
+def by_ddps_buckets(rank, world, group, compressor, options, bucket_mb):
+    """Gradients of some steps, and the bytes that were sent."""
+    torch.manual_seed(1)
+    ddp = DistributedDataParallel(net(), bucket_cap_mb=bucket_mb)
+    compression = gradwire.compress_gradients(ddp, compressor, **options)
+    gradients = []
+    for step in range(4):
+        loss_of(ddp, rank, step).backward()
+        compression.finish()
+        gradients += [p.grad.clone() for p in ddp.parameters()]
+        ddp.zero_grad()
+    return gradients, compression.traffic["sent"]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(
+    ("compressor", "options"),
+    [
+        ("fp16", {"algorithm": "native"}),
+        ("int8", {"error_feedback": True}),
+        ({"method": "powersgd", "rank": 1}, {"error_feedback": True}),
+        ("topk", {"granularity": "row"}),
+    ],
+    ids=str,
+)
+def test_the_buckets_of_ddp_change_no_bit(world, compressor, options, size):
+    small, large = (world(size).run(by_ddps_buckets, compressor, options, mb) for mb in (0.0001, 25))
+    for (one, bytes_of_one), (other, bytes_of_other) in zip(small, large, strict=True):
+        assert bytes_of_one == bytes_of_other and all(map(torch.equal, one, other))

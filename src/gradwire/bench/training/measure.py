@@ -247,8 +247,8 @@ def _blocks(reduction: Reduced, group: ops.Group) -> Iterator[tuple[Tensor, Tens
     """Yield the exact and the delivered mean of this rank's row in blocks: float64 vectors, without padding."""
     kind, flat, layout, mean = reduction
     world, rank = dist.get_world_size(group), dist.get_rank(group)
-    rows = flat.view(world, layout.row_numel)
-    delivered = mean if kind == "reduce_scatter" else mean.view(rows.shape)[rank]
+    rows = layout.in_rows(flat)
+    delivered = mean if kind == "reduce_scatter" else layout.in_rows(mean)[rank]
     real = torch.zeros(layout.row_numel, dtype=torch.bool, device=flat.device)
     for piece in layout.rows[rank]:
         real[layout.place_in_row(piece)] = True

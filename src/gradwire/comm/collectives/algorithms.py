@@ -98,7 +98,7 @@ class Exchange(Algorithm):
             message, lengths = codec.encode(mean, plan.rows[ranks.rank], "gather", lambda _: ranks.world - 1)
         incoming, lengths = gather_rows(message, lengths, plan, ranks)
         with ranks.meter.span("decode", "codec", device=flat.device):
-            full = torch.zeros(layout.numel, dtype=torch.float32, device=mean.device)
+            full = layout.empty(mean.device)
             plan.whole.decode(incoming, lengths, full, "blank")
             return full
 
@@ -121,12 +121,12 @@ class Gather(Algorithm):
 
     def mean_of_row(self, flat: Tensor, layout: Layout) -> Tensor:
         """All-reduce, and return this rank's row."""
-        return self.mean_everywhere(flat, layout).view(layout.world, -1)[self.ranks.rank].clone()
+        return layout.in_rows(self.mean_everywhere(flat, layout))[self.ranks.rank].clone()
 
     def mean_everywhere(self, flat: Tensor, layout: Layout) -> Tensor:
         """Encode everything, gather, decode and average, summed in rank order."""
         codec, ranks = self.codec, self.ranks
-        table = codec.plan(layout, "scatter").whole
+        table = codec.plan(layout, "scatter").undivided
         with ranks.meter.span("encode", "codec", device=flat.device):
             message, by_row = codec.encode(flat, table, "scatter", lambda _: ranks.world - 1)
         lengths = joined(by_row) * ranks.world
@@ -137,18 +137,18 @@ class Gather(Algorithm):
             bulky = message.numel() > ops.BULK
             incoming = ops.all_gather(message, ranks.group, "payload", ranks.meter, bulk=bulky).view(-1)
         with ranks.meter.span("decode", "codec", device=flat.device):
-            mean = torch.zeros(layout.numel, dtype=torch.float32, device=flat.device)
+            mean = layout.empty(flat.device)
             table.decode(incoming, lengths, mean, "zero")
             return mean.div_(ranks.world)
 
     def closed_form(self, layout: Layout, kind: Kind) -> int | None:
         """Return the payload bytes over all ranks: an all-gather's of every rank's encodings."""
-        total, world = self.codec.plan(layout, "scatter").whole.total, self.ranks.world
+        total, world = self.codec.plan(layout, "scatter").undivided.total, self.ranks.world
         return None if total is None else total_bytes("all_gather", world * total, world)
 
 
 class Run(NamedTuple):
-    """``x.flatten()[first:first + numel]`` is ``flat[start:start + numel]``, in one row."""
+    """``x.flatten()[first:first + numel]`` is ``flat[start:start + numel]``; in one row, where rows are apart."""
 
     row: int
     start: int
@@ -176,7 +176,14 @@ class Group(NamedTuple):
     joined: bool
 
     @classmethod
-    def of(cls, compressor: Compressor, parameters: Sequence[tuple[Piece, ...]], feedback: bool, joined: bool) -> Group:
+    def of(
+        cls,
+        compressor: Compressor,
+        parameters: Sequence[tuple[Piece, ...]],
+        by_row: bool,
+        feedback: bool,
+        joined: bool,
+    ) -> Group:
         """Put the pieces of parameters one after the other; those of joined ones in the buffer's order."""
         pieces = [piece for parameter in parameters for piece in parameter]
         if joined:
@@ -185,7 +192,7 @@ class Group(NamedTuple):
         first = 0
         for piece in pieces:
             last = runs[-1] if runs else None
-            if last and last.row == piece.row and last.start + last.numel == piece.start:
+            if last and last.start + last.numel == piece.start and (last.row == piece.row or not by_row):
                 runs[-1] = last._replace(numel=last.numel + piece.numel)
             else:
                 runs.append(Run(piece.row, piece.start, first, piece.numel))
@@ -292,7 +299,7 @@ class Native(Algorithm):
             alike = None if joined else form if compressor.stacks(form) else parameter.name
             together[compressor, feedback, joined, alike].append(pieces)
         return [
-            Group.of(compressor, parameters, feedback, joined)
+            Group.of(compressor, parameters, layout.by_row, feedback, joined)
             for (compressor, feedback, joined, _), parameters in together.items()
         ]
 

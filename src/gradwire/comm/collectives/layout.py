@@ -1,6 +1,6 @@
 """Layout of the parameters in a flat gradient buffer, and the plan of the buffer's encodings.
 
-A buffer has one row per rank. A `Piece` is a contiguous run of one parameter's elements in one row; the rest is
+A layout has one row per rank. A `Piece` is a contiguous run of one parameter's elements in one row; the rest is
 padding, which is never encoded, sent or counted. A `Plan` has which tensors a call encodes, by which compressor, and
 where they lie in a message.
 """
@@ -56,13 +56,23 @@ class Piece(NamedTuple):
         return (self.numel,)
 
 
+# Why: docs/decisions.md, "An all-reduce takes parameters one after the other".
 @dataclass(frozen=True, eq=False)  # by identity, because comparing all pieces is slow
 class Layout:
-    """The pieces of a buffer of ``world * row_numel`` elements, in ascending order of ``start``."""
+    """The pieces of a buffer, in ascending order of ``start``.
+
+    Attributes:
+        world: Number of ranks, and of rows.
+        row_numel: Elements of a row, padding included.
+        pieces: The pieces.
+        by_row: Whether the rows follow each other in the buffer, as a reduce-scatter needs them; else the parameters
+            do, without padding.
+    """
 
     world: int
     row_numel: int
     pieces: tuple[Piece, ...]
+    by_row: bool = True
 
     @classmethod
     def dim0(cls, shapes: Iterable[tuple[str, tuple[int, ...]]], world: int) -> Layout:
@@ -91,6 +101,23 @@ class Layout:
         return cls(world, offset, tuple(pieces))
 
     @classmethod
+    def packed(cls, shapes: Iterable[tuple[str, tuple[int, ...]]], world: int) -> Layout:
+        """Cut each parameter as `dim0` does, into a buffer with one parameter after the other.
+
+        Args:
+            shapes: Name and shape of every parameter, in buffer order.
+            world: Number of ranks.
+        """
+        pieces: list[Piece] = []
+        sizes = [0] * world
+        for parts in cls.dim0(shapes, world).parameters.values():
+            for piece in parts:
+                start = pieces[-1].place.stop if pieces else 0
+                pieces.append(piece._replace(start=start))
+                sizes[piece.row] += piece.numel
+        return cls(world, max(sizes), tuple(pieces), by_row=False)
+
+    @classmethod
     def cut(cls, shapes: Iterable[tuple[str | None, tuple[int, ...]]], world: int) -> Layout:
         """Cut the concatenated parameters into equal rows, at any element; the tail is padding.
 
@@ -113,10 +140,10 @@ class Layout:
             offset = end
         return cls(world, row_numel, tuple(pieces))
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Number of elements of the buffer, padding included."""
-        return self.world * self.row_numel
+        return self.world * self.row_numel if self.by_row else sum(piece.numel for piece in self.pieces)
 
     @cached_property
     def rows(self) -> tuple[tuple[Piece, ...], ...]:
@@ -134,10 +161,31 @@ class Layout:
             by_name[piece.name].append(piece)
         return {name: tuple(pieces) for name, pieces in by_name.items()}
 
+    @cached_property
+    def _starts_in_row(self) -> dict[Piece, int]:
+        """The first element of each piece in its row."""
+        if self.by_row:
+            return {piece: piece.start - piece.row * self.row_numel for piece in self.pieces}
+        starts = {}
+        for row in self.rows:
+            end = 0
+            for piece in row:
+                starts[piece], end = end, end + piece.numel
+        return starts
+
     def place_in_row(self, piece: Piece) -> slice:
         """Return a piece's position in its row."""
-        start = piece.start - piece.row * self.row_numel
+        start = self._starts_in_row[piece]
         return slice(start, start + piece.numel)
+
+    def in_rows(self, flat: Tensor) -> Tensor:
+        """Return a buffer as [world, row_numel], padding 0; a view where the rows follow each other."""
+        if self.by_row:
+            return flat.view(self.world, self.row_numel)
+        rows = flat.new_zeros((self.world, self.row_numel))
+        for piece in self.pieces:
+            rows[piece.row, self.place_in_row(piece)] = flat[piece.place]
+        return rows
 
     def check(self, flat: Tensor) -> None:
         """Check that ``flat`` is a buffer of this layout.
@@ -160,20 +208,57 @@ class Layout:
         ends = [*(piece.start for piece in self.pieces), self.numel]
         return tuple(slice(start, end) for start, end in zip(starts, ends, strict=True) if start < end)
 
-    def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Copy tensors by name into a new float32 buffer; padding is 0."""
-        device = next(iter(tensors.values())).device
+    def empty(self, device: torch.device) -> Tensor:
+        """Return a new float32 buffer in which only the padding is set, to 0."""
         flat = torch.empty(self.numel, dtype=torch.float32, device=device)
         for gap in self.gaps:
             flat[gap] = 0
+        return flat
+
+    @cached_property
+    def _runs(self) -> tuple[Piece, ...]:
+        """The pieces, where those of one parameter follow each other as one; the row of such a one means nothing."""
+        runs: list[Piece] = []
         for piece in self.pieces:
-            flat[piece.place] = tensors[piece.name].reshape(-1)[piece.source]
+            last = runs[-1] if runs else None
+            if last and (last.name, last.place.stop, last.source.stop) == (piece.name, piece.start, piece.at):
+                runs[-1] = last._replace(numel=last.numel + piece.numel)
+            else:
+                runs.append(piece)
+        return tuple(runs)
+
+    def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Copy tensors by name into a new float32 buffer; padding is 0.
+
+        Without rows that follow each other, tensors that do so in memory are not copied: the buffer is their memory.
+        """
+        if (memory := self._memory(tensors)) is not None:
+            return memory
+        flat = self.empty(next(iter(tensors.values())).device)
+        for run in self._runs:
+            flat[run.place] = tensors[run.name].reshape(-1)[run.source]
         return flat
 
     def unpack(self, flat: Tensor, tensors: Mapping[str, Tensor]) -> None:
         """Copy a buffer into contiguous tensors by name, in place."""
-        for piece in self.pieces:
-            tensors[piece.name].view(-1)[piece.source] = flat[piece.place]
+        if (memory := self._memory(tensors)) is not None:
+            memory.copy_(flat)
+            return
+        for run in self._runs:
+            tensors[run.name].view(-1)[run.source] = flat[run.place]
+
+    def _memory(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
+        """Return the tensors as one vector, if they follow each other in memory as the buffer has them."""
+        if self.by_row:
+            return None
+        parts = [tensors[run.name] for run in self._runs]
+        first, start = parts[0], parts[0].data_ptr()
+        for part in parts:
+            if part.dtype != first.dtype or part.data_ptr() != start or not part.is_contiguous():
+                return None
+            start += part.nbytes
+        storage = first.untyped_storage()
+        return first.as_strided((self.numel,), (1,)) if start <= storage.data_ptr() + storage.nbytes() else None
 
 
 class Batch(NamedTuple):
@@ -225,16 +310,16 @@ class Table(NamedTuple):
     Attributes:
         batches: At most one of compressed tensors, and one of those sent as float32.
         sizes: Bytes of each encoding, by row.
+        total: Bytes of all encodings; None if one depends on the data.
     """
 
     batches: tuple[Batch, ...]
     sizes: Sizes
+    total: int | None
 
     @classmethod
-    def of(
-        cls, rows: Iterable[Sequence[Piece]], shift: int, compressor: Compressor, exempt: Exempt, granularity: str
-    ) -> Table:
-        """Make the table of a buffer that begins ``shift`` elements into the layout's; see `Plan.of`."""
+    def of(cls, rows: Iterable[Sequence[Piece]], compressor: Compressor, exempt: Exempt, granularity: str) -> Table:
+        """Make the table of a buffer with these pieces, by row; see `Plan.of`."""
         by_row = granularity == "row" and compressor is not FLOAT32
         tensors: tuple[list[tuple[Segment, tuple[Piece, ...], int]], ...] = ([], [])  # compressed, float32
         sizes: list[list[int | None]] = []
@@ -249,7 +334,7 @@ class Table(NamedTuple):
                 numel = sum(piece.numel for piece in group)
                 form = group[0].form if len(group) == 1 and not dense else (numel,)
                 size = (FLOAT32 if dense else compressor).wire_bytes(form)
-                start = gathered if by_row and not dense else group[0].start - shift
+                start = gathered if by_row and not dense else group[0].start
                 tensors[dense].append((Segment(start, form, end, size), group, count))
                 sizes[-1].append(size)
                 end, count, gathered = end + (size or 0), count + 1, gathered + (0 if dense else numel)
@@ -257,15 +342,10 @@ class Table(NamedTuple):
         for drafts, coder, gathers in zip(tensors, (compressor, FLOAT32), (by_row, False), strict=True):
             if drafts:
                 segments, pieces, order = zip(*drafts, strict=True)
-                places = [slice(p.start - shift, p.start - shift + p.numel) for group in pieces for p in group]
+                places = [piece.place for group in pieces for piece in group]
                 batches.append(Batch(coder, Segments(segments), pieces, order, tuple(places) if gathers else None))
-        return cls(tuple(batches), sizes)
-
-    @property
-    def total(self) -> int | None:
-        """Bytes of all encodings; None if one depends on the data."""
-        known = [size for row in self.sizes for size in row if size is not None]
-        return sum(known) if len(known) == sum(map(len, self.sizes)) else None
+        known = [size for row in sizes for size in row if size is not None]
+        return cls(tuple(batches), sizes, sum(known) if len(known) == count else None)
 
     def decode(self, messages: Tensor, lengths: Sequence[Sequence[int]], out: Tensor, onto: Onto) -> None:
         """Decode messages, one after the other in ``messages``, into a buffer, or add them to it in order.
@@ -294,13 +374,20 @@ class Plan(NamedTuple):
 
     Attributes:
         compressor: The compressor of all pieces that are not exempt.
-        whole: The table of the whole buffer.
+        whole: The table of the whole buffer, row by row.
         rows: The table of each row, whose positions are relative to it.
+        undivided: The table of the whole buffer in its own order, as a single row; with ``granularity="row"`` as
+            ``whole``.
+        numel: Elements of all pieces.
+        exempt: Those of exempt ones.
     """
 
     compressor: Compressor
     whole: Table
     rows: tuple[Table, ...]
+    undivided: Table
+    numel: int
+    exempt: int
 
     @classmethod
     def of(cls, layout: Layout, compressor: Compressor, exempt: Exempt, granularity: str) -> Plan:
@@ -313,8 +400,12 @@ class Plan(NamedTuple):
             granularity: Encode each ``piece`` separately, or all of a ``row`` together.
         """
         given = compressor, exempt, granularity
-        rows = [Table.of([row], i * layout.row_numel, *given) for i, row in enumerate(layout.rows)]
-        return cls(compressor, Table.of(layout.rows, 0, *given), tuple(rows))
+        rows = [[piece._replace(start=layout.place_in_row(piece).start) for piece in row] for row in layout.rows]
+        whole = Table.of(layout.rows, *given)
+        undivided = whole if granularity == "row" else Table.of([layout.pieces], *given)
+        exact = sum(piece.numel for piece in layout.pieces if exempt.covers(piece.name, piece.shape))
+        numel = sum(piece.numel for piece in layout.pieces)
+        return cls(compressor, whole, tuple(Table.of([row], *given) for row in rows), undivided, numel, exact)
 
 
 def adjacent(pieces: Iterable[Piece]) -> list[tuple[Piece, ...]]:

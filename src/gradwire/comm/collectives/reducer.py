@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
@@ -233,6 +233,32 @@ class Reducer:
         for reducer in (self, *self.parts.values()):
             reducer._watches.append(watch)
 
+    def layout(self, shapes: Iterable[tuple[str, tuple[int, ...]]]) -> Layout:
+        """Return the layout in which an all-reduce takes parameters with the fewest copies; after `prepare`."""
+        return (Layout.dim0 if self.algorithm == "exchange" else Layout.packed)(shapes, self.world)
+
+    def apart(self, shapes: Iterable[tuple[int, ...]]) -> bool:
+        """Whether the mean of a parameter does not depend on what is reduced with it, down to the last bit.
+
+        A sum over three or more ranks has an order that depends on an element's place, and matrices are multiplied
+        together.
+
+        Args:
+            shapes: The parameters' shapes.
+        """
+        if self.codec.options.granularity == "row":
+            return False
+        return self.algorithm != "native" or (self.world == 2 and not self.mixes(shapes))
+
+    def mixes(self, shapes: Iterable[tuple[int, ...]]) -> bool:
+        """Whether a mean's elements depend on other elements, as in products of matrices, so that messages are small.
+
+        Args:
+            shapes: The parameters' shapes.
+        """
+        used = self.codec.schedule.plateaus
+        return self.algorithm == "native" and not all(method.elementwise(shape) for method in used for shape in shapes)
+
     def reduce_scatter(self, flat: Tensor, layout: Layout | str) -> Tensor:
         """Return this rank's row of the mean over the ranks: `begin_reduce_scatter`, and wait."""
         return self.begin_reduce_scatter(flat, layout).wait()
@@ -254,7 +280,7 @@ class Reducer:
             A handle; its ``wait`` returns float32 [row_numel], padding 0, or raises what the reduction raised.
 
         Raises:
-            RunFault: If ``flat`` does not have that layout.
+            RunFault: If ``flat`` does not have that layout, or its rows do not follow each other.
             Exception: What an earlier reduction raised.
         """
         return self._begin("reduce_scatter", flat, layout, then)
@@ -300,7 +326,7 @@ class Reducer:
     def keeping(self) -> Iterator[list[Reduced]]:
         """Keep the input and the output of every reduction in this context, for the sampled gradient error.
 
-        Nothing is copied: the buffers live as long as the list, and nobody may write into them.
+        The buffers live as long as the list, and nobody may write into them.
         """
         self._kept = kept = list[Reduced]()
         try:
@@ -457,6 +483,8 @@ class Reducer:
             layout = Layout.cut([(layout, (numel,))], self.world)
             flat = pad(flat, (0, layout.numel - numel))
         layout.check(flat)
+        if kind == "reduce_scatter" and not layout.by_row:
+            raise RunFault("a reduce-scatter needs a layout whose rows follow each other, such as Layout.dim0.")
         if self.world == 1:
             mean = flat.to(torch.float32)
             if then is not None:
@@ -468,6 +496,8 @@ class Reducer:
         if self._queue is None:
             self._queue, group = build_queue(self.group, flat.device, self.codec.options.overlap)
             self._ranks = self._ranks._replace(group=group)
+        if self._kept is not None and not layout.by_row:
+            flat = flat.clone()  # it may be the memory that the mean goes to
         task = partial(self._reduce, kind, flat, layout, numel, self.loss_scale, self._kept, then, extra)
         return self._queue.begin(task, flat)
 
@@ -502,12 +532,11 @@ class Reducer:
 
     def _count(self, layout: Layout, kind: Kind) -> None:
         """Count a buffer's elements, and the bytes that this rank would send as float32."""
-        numel, in_row = (sum(piece.numel for piece in pieces) for pieces in (layout.pieces, layout.rows[self.rank]))
-        exempt = self.codec.options.exempt
+        plan, in_row = self.codec.plan(layout, "scatter"), sum(piece.numel for piece in layout.rows[self.rank])
         self._traffic.add(
-            raw=FLOAT32_BYTES * rank_bytes(kind, numel, in_row, self.world),
-            elements=numel,
-            exempt_elements=sum(p.numel for p in layout.pieces if exempt.covers(p.name, p.shape)),
+            raw=FLOAT32_BYTES * rank_bytes(kind, plan.numel, in_row, self.world),
+            elements=plan.numel,
+            exempt_elements=plan.exempt,
         )
 
     @property

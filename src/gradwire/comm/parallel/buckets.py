@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from gradwire.comm.collectives import Layout, Reducer, ops
+from gradwire.comm.collectives import Reducer, ops
 from gradwire.comm.collectives.queue import Handle
 
 MB = 2**20
@@ -18,15 +18,16 @@ Named = Mapping[str, nn.Parameter]
 
 
 # Why: docs/decisions.md, "Buckets of our own".
-def plan(parameters: Named, bucket_mb: float = BUCKET_MB) -> list[dict[str, nn.Parameter]]:
+def plan(parameters: Named, bucket_mb: float = BUCKET_MB, fewest: int = FEWEST) -> list[dict[str, nn.Parameter]]:
     """Assign parameters to buckets in reverse order, which approximates the order of their gradients.
 
-    A bucket is closed when it reaches its size: ``bucket_mb``, or an equal part of what is left if that makes `FEWEST`
-    buckets. Dtypes and devices have separate buckets.
+    A bucket is closed when it reaches its size: ``bucket_mb``, or an equal part of what is left if that makes
+    ``fewest`` buckets. Dtypes and devices have separate buckets.
 
     Args:
         parameters: The trainable parameters by name, in the model's order.
         bucket_mb: Size of a bucket in MiB; 0 makes one bucket per parameter.
+        fewest: Buckets of each dtype and device, if it has as many parameters.
 
     Returns:
         The buckets in the order of their reduction: that of their last parameters.
@@ -34,14 +35,14 @@ def plan(parameters: Named, bucket_mb: float = BUCKET_MB) -> list[dict[str, nn.P
     kinds: dict[tuple[torch.dtype, torch.device], dict[str, nn.Parameter]] = {}
     for name, parameter in reversed([*parameters.items()]):
         kinds.setdefault((parameter.dtype, parameter.device), {})[name] = parameter
-    buckets = [bucket for kind in kinds.values() for bucket in cut(kind, MB * bucket_mb)]
+    buckets = [bucket for kind in kinds.values() for bucket in cut(kind, MB * bucket_mb, fewest)]
     position = {name: -index for index, name in enumerate(parameters)}
     return sorted(buckets, key=lambda bucket: max(position[name] for name in bucket))
 
 
-def cut(parameters: Named, size: float) -> Iterator[dict[str, nn.Parameter]]:
-    """Cut parameters into consecutive buckets of ``size`` bytes, or smaller ones so that there are `FEWEST`."""
-    bytes_left, left, missing = sum(map(ops.nbytes, parameters.values())), len(parameters), FEWEST
+def cut(parameters: Named, size: float, fewest: int) -> Iterator[dict[str, nn.Parameter]]:
+    """Cut parameters into consecutive buckets of ``size`` bytes, or smaller ones so that there are ``fewest``."""
+    bytes_left, left, missing = sum(map(ops.nbytes, parameters.values())), len(parameters), fewest
     bucket: dict[str, nn.Parameter] = {}
     for name, parameter in parameters.items():
         bucket[name], left = parameter, left - 1
@@ -97,7 +98,7 @@ class BucketReduction:
         self.reducer = reducer
         self.reduced = reduced
         shapes = [[(name, tuple(p.shape)) for name, p in bucket.items()] for bucket in buckets]
-        self.layouts = [Layout.dim0(bucket, reducer.world) for bucket in shapes]
+        self.layouts = [reducer.layout(bucket) for bucket in shapes]
         self.launcher = Launcher(buckets, self._begin)
         self.gradients: dict[str, Tensor] = {}
         self.handles: list[Handle] = []

@@ -5,9 +5,10 @@ It fits `DistributedDataParallel.register_comm_hook(state, hook)` (PyTorch, "DDP
 """
 
 # No `annotations` import: DDP rejects annotations of its hook's arguments that are strings.
-from collections.abc import Callable, Collection, Mapping
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -16,11 +17,12 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.base.errors import BadInput, RunFault
-from gradwire.comm.collectives import Reducer
+from gradwire.comm.collectives import Layout, Reducer
+from gradwire.comm.collectives.queue import Handle
 from gradwire.comm.collectives.reducer import check_options
 from gradwire.comm.compressors import as_compressor
 from gradwire.comm.compressors.base import Compressor
-from gradwire.comm.parallel.buckets import BUCKET_MB, BucketReduction, plan
+from gradwire.comm.parallel.buckets import BUCKET_MB, FEWEST, BucketReduction, plan
 from gradwire.comm.parallel.checks import (
     check_agreement,
     check_gradients,
@@ -30,6 +32,85 @@ from gradwire.comm.parallel.checks import (
 )
 from gradwire.comm.parallel.names import trainable
 from gradwire.comm.parallel.strategy import EndOfBackward
+
+Shapes: TypeAlias = tuple[tuple[str, tuple[int, ...]], ...]  # of parameters, by name
+
+
+# Why: docs/decisions.md, "DDP's own buckets, where the result does not depend on them".
+class HookedBuckets:
+    """Reduces the buckets of DDP as they are.
+
+    The end of the backward pass waits for the reductions, since a future of DDP cannot say why one failed.
+
+    Args:
+        reducer: Averages over the ranks.
+        names: Names of the model's parameters, by their ``id``.
+        ended: Called at the end of each backward pass, when all gradients are means.
+    """
+
+    def __init__(self, reducer: Reducer, names: Mapping[int, str], ended: Callable[[], object] = lambda: None) -> None:
+        self.reducer = reducer
+        self.names = names
+        self.ended = ended
+        self.end = EndOfBackward(self._end)
+        self.layouts: dict[int, tuple[Shapes, Layout]] = {}  # of the present buckets, by index
+        self.handles: list[Handle] = []
+
+    def take(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """Take a bucket of DDP; the future completes with its buffer when all of its gradients are means.
+
+        Raises:
+            RunFault: On all ranks, if DDP reduces other parameters than when they were hooked. DDP waits for its
+                futures without end, so none may be left over.
+        """
+        if bucket.index() == 0:
+            self._settle()  # what is left of a pass that an exception interrupted
+        device = bucket.buffer().device
+        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=None if device.type == "cpu" else [device])
+        parameters = {self.names.get(id(parameter), ""): parameter for parameter in bucket.parameters()}
+        if "" not in parameters:
+            self._add(bucket, parameters, future)
+        if "" in parameters or (bucket.is_last() and not self._complete()):
+            raise RunFault(
+                "DDP does not reduce the parameters that it had when the gradients were hooked: was one unfrozen or "
+                "replaced since? Wrap the model again, and hook it again."
+            )
+        if bucket.is_last() and not self.end.expect():  # a rank in DistributedDataParallel.join has no backward pass
+            self._end()
+        return future
+
+    def _add(
+        self, bucket: dist.GradBucket, parameters: dict[str, nn.Parameter], future: torch.futures.Future[Tensor]
+    ) -> None:
+        """Begin to reduce a bucket."""
+        gradients = dict(zip(parameters, bucket.gradients(), strict=True))
+        shapes = tuple((name, tuple(gradient.shape)) for name, gradient in gradients.items())
+        if self.layouts.get(bucket.index(), (None, None))[0] != shapes:
+            self.layouts[bucket.index()] = shapes, self.reducer.layout(shapes)
+        layout, buffer = self.layouts[bucket.index()][1], bucket.buffer()
+
+        def deliver(mean: Tensor) -> None:
+            layout.unpack(mean, gradients)
+            future.set_result(buffer)
+
+        handle = self.reducer.begin_all_reduce(layout.pack(gradients), layout, deliver)
+        handle.if_failed(lambda: future.set_result(buffer))
+        self.handles.append(handle)
+
+    def _complete(self) -> bool:
+        """Whether the reduction of every bucket that was taken has begun."""
+        return True
+
+    def _settle(self) -> None:
+        """Wait until all gradients are means."""
+        handles, self.handles = self.handles, []
+        for handle in handles:
+            handle.wait()
+
+    def _end(self) -> None:
+        """End the backward pass; in a nested one, if activation checkpointing is reentrant."""
+        self._settle()
+        self.ended()
 
 
 @dataclass
@@ -41,12 +122,11 @@ class Taken:
     missing: int
 
 
-class HookedBuckets:
+class PlannedBuckets(HookedBuckets):
     """Reduces the gradients of DDP in buckets that are cut from the model alone.
 
     DDP's buckets change after the first step, and again after a resumption. A bucket's reduction begins when DDP has
-    handed over its last gradient, and a future of DDP completes when all gradients of its bucket are means. The end of
-    the backward pass waits for them too, since a future of DDP cannot say why a reduction failed.
+    handed over its last gradient, and a future of DDP completes when all gradients of its bucket are means.
 
     Args:
         reducer: Averages over the ranks.
@@ -65,46 +145,19 @@ class HookedBuckets:
         bucket_mb: float = BUCKET_MB,
         ended: Callable[[], object] = lambda: None,
     ) -> None:
-        self.reducer = reducer
-        self.names = names
+        super().__init__(reducer, names, ended)
         self.bucket_mb = bucket_mb
         self.reduction = None if parameters is None else self._reduction_of(parameters)
-        self.ended = ended
-        self.end = EndOfBackward(self._end)
-        self.gradients: dict[str, Tensor] = {}  # of the first pass, until all parameters are known
-        self.parameters: dict[str, nn.Parameter] = {}
+        self.parameters: dict[str, nn.Parameter] = {}  # of the first pass, until all are known
+        self.gradients: dict[str, Tensor] = {}
         self.taken: dict[str, Taken] = {}  # by the name of a gradient that is not a mean yet
 
-    def take(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """Take a bucket of DDP; the future completes with its buffer when all of its gradients are means.
-
-        Raises:
-            RunFault: On all ranks, if DDP reduces other parameters than in the first pass. DDP waits for its futures
-                without end, so none may be left over.
-        """
-        if bucket.index() == 0:
-            self._drop_interrupted()
-        buffer, parameters = bucket.buffer(), bucket.parameters()
-        names = [self.names.get(id(parameter), "") for parameter in parameters]
-        devices = None if buffer.device.type == "cpu" else [buffer.device]
-        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
-        self.taken |= dict.fromkeys(names, Taken(future, buffer, len(names)))
-        known = "" not in names
-        if known:
-            self._add(dict(zip(names, parameters, strict=True)), dict(zip(names, bucket.gradients(), strict=True)))
-        if known and bucket.is_last() and self.reduction is None:
-            self._begin_first()
-        if not known or (bucket.is_last() and not (self.reduction and self.reduction.complete)):
-            raise RunFault(
-                "DDP does not reduce the parameters that it had when the gradients were hooked: was one unfrozen or "
-                "replaced since? Wrap the model again, and hook it again."
-            )
-        if bucket.is_last() and not self.end.expect():  # a rank in DistributedDataParallel.join has no backward pass
-            self._end()
-        return future
-
-    def _add(self, parameters: dict[str, nn.Parameter], gradients: dict[str, Tensor]) -> None:
-        """Reduce gradients, or keep them until all parameters are known."""
+    def _add(
+        self, bucket: dist.GradBucket, parameters: dict[str, nn.Parameter], future: torch.futures.Future[Tensor]
+    ) -> None:
+        """Add gradients to the buckets of the plan, or keep them until all parameters are known."""
+        gradients = dict(zip(parameters, bucket.gradients(), strict=True))
+        self.taken |= dict.fromkeys(gradients, Taken(future, bucket.buffer(), len(gradients)))
         if self.reduction is None:
             self.parameters |= parameters
             self.gradients |= gradients
@@ -112,30 +165,27 @@ class HookedBuckets:
         for name, gradient in gradients.items():
             self.reduction.add(name, gradient)
 
-    def _begin_first(self) -> None:
-        """Reduce the gradients of the first pass."""
-        in_order = {name: self.parameters[name] for name in self.names.values() if name in self.parameters}
-        self.reduction = self._reduction_of(in_order)
-        for name, gradient in self.gradients.items():
-            self.reduction.add(name, gradient)
-        self.gradients, self.parameters = {}, {}
+    def _complete(self) -> bool:
+        """Whether all buckets of the plan are complete; in the first pass, plan and reduce them."""
+        if self.reduction is None:
+            in_order = {name: self.parameters[name] for name in self.names.values() if name in self.parameters}
+            self.reduction = self._reduction_of(in_order)
+            for name, gradient in self.gradients.items():
+                self.reduction.add(name, gradient)
+            self.gradients, self.parameters = {}, {}
+        return self.reduction.complete
 
     def _reduction_of(self, parameters: Mapping[str, nn.Parameter]) -> BucketReduction:
         """The reduction of some parameters."""
-        return BucketReduction(self.reducer, plan(parameters, self.bucket_mb), self._release)
+        few = self.reducer.mixes(tuple(parameter.shape) for parameter in parameters.values())
+        return BucketReduction(self.reducer, plan(parameters, self.bucket_mb, 1 if few else FEWEST), self._release)
 
-    def _drop_interrupted(self) -> None:
-        """Drop what is left of a pass that an exception interrupted."""
+    def _settle(self) -> None:
+        """Wait until all gradients that were added are means, and start over."""
         if self.reduction is not None:
             self.reduction.settle()
         self.taken.clear()
         self.gradients.clear()
-
-    def _end(self) -> None:
-        """End the backward pass; in a nested one, if activation checkpointing is reentrant."""
-        assert self.reduction is not None
-        self.reduction.settle()
-        self.ended()
 
     def _release(self, names: Collection[str]) -> None:
         """Complete the futures of the buckets that miss no other gradient; only the reducer's queue calls this."""
@@ -144,6 +194,25 @@ class HookedBuckets:
             taken.missing -= 1
             if not taken.missing:
                 taken.future.set_result(taken.buffer)
+
+
+def hooked_buckets(
+    reducer: Reducer,
+    names: Mapping[int, str],
+    shapes: Iterable[tuple[int, ...]],
+    parameters: Mapping[str, nn.Parameter] | None = None,
+    ended: Callable[[], object] = lambda: None,
+) -> HookedBuckets:
+    """Return the reduction of a user's DDP, in its buckets if the result does not depend on them.
+
+    Args:
+        reducer: Averages over the ranks.
+        names: As for `PlannedBuckets`; so are ``parameters`` and ``ended``.
+        shapes: The shapes of the parameters.
+    """
+    if reducer.apart(shapes):
+        return HookedBuckets(reducer, names, ended)
+    return PlannedBuckets(reducer, names, parameters, ended=ended)
 
 
 # Why: docs/decisions.md, "`comm_hook` ends its steps itself".
@@ -159,7 +228,7 @@ class CommHookState:
     def __init__(self, parameters: Mapping[str, nn.Parameter], make: Callable[[], Reducer]) -> None:
         # Not the parameters: the state would keep DDP alive, and DDP the state.
         self._names = {id(parameter): name for name, parameter in parameters.items()}
-        self._numel = sum(parameter.numel() for parameter in parameters.values())
+        self._shapes = [tuple(parameter.shape) for parameter in parameters.values()]
         self._make = make
         self._buckets: HookedBuckets | None = None
 
@@ -168,8 +237,8 @@ class CommHookState:
         """The reduction of buckets; it needs a process group."""
         if self._buckets is None:
             reducer = self._make()
-            reducer.prepare("all_reduce", self._numel)
-            self._buckets = HookedBuckets(reducer, self._names, None, ended=reducer.finish)
+            reducer.prepare("all_reduce", sum(map(math.prod, self._shapes)))
+            self._buckets = hooked_buckets(reducer, self._names, self._shapes, ended=reducer.finish)
         return self._buckets
 
     @property

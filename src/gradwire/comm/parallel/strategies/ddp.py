@@ -15,7 +15,7 @@ from gradwire.base.errors import RunFault
 from gradwire.comm.collectives import Reducer
 from gradwire.comm.collectives.ops import Group
 from gradwire.comm.parallel.buckets import BUCKET_MB, MB, plan
-from gradwire.comm.parallel.comm_hook import HookedBuckets
+from gradwire.comm.parallel.comm_hook import PlannedBuckets, hooked_buckets
 from gradwire.comm.parallel.names import trainable, unwrapped
 from gradwire.comm.parallel.strategy import Strategy
 from gradwire.comm.torch_internals import FIRST_BUCKET_BYTES, join_runs
@@ -26,7 +26,8 @@ PARTS = 4  # buckets that DDP makes of one of ours, so that ours are complete ea
 class DDP(Strategy):
     """Replicated parameters; the reducer is DDP's communication hook.
 
-    Gradients are reduced in buckets that are cut from the model alone (`comm.parallel.comm_hook.HookedBuckets`).
+    Gradients of a model that this strategy wrapped are reduced in buckets that are cut from the model alone
+    (`comm.parallel.comm_hook.PlannedBuckets`).
 
     Args:
         group: The ranks; None is the default group.
@@ -82,7 +83,11 @@ class DDP(Strategy):
         assert isinstance(wrapped, DistributedDataParallel)
         parameters = self.averaged(wrapped)
         names = {id(parameter): name for name, parameter in parameters.items()}
-        buckets = HookedBuckets(reducer, names, parameters, self.bucket_mb)
+        buckets = (
+            PlannedBuckets(reducer, names, parameters, self.bucket_mb)
+            if self.reduced
+            else hooked_buckets(reducer, names, [tuple(p.shape) for p in parameters.values()], parameters)
+        )
         for name, parameter in parameters.items():  # called before DDP's own hook, which may reduce
             parameter.register_post_accumulate_grad_hook(partial(noted, self.added, name))
         ddp = weakref.proxy(wrapped)  # DDP holds the hook, where the garbage collector does not see it
