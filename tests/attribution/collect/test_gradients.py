@@ -25,7 +25,7 @@ from gradwire import cli
 from gradwire.attribution.collect import rows
 from gradwire.attribution.persample import loop
 from gradwire.attribution.store import checks, merge, provenance, store
-from gradwire.attribution.store.row_file import RowFile
+from gradwire.attribution.store.row_file import BoundRows, RowFile
 from gradwire.base import failures
 from gradwire.base.errors import BadInput, CheckFailed, NonFiniteGradient
 from gradwire.base.files import sha256_file
@@ -62,10 +62,17 @@ def options(small, run, **changes):
 
 
 @pytest.fixture(scope="module")
-def alone(small, tmp_path_factory):
-    """A run of one rank, collected, aggregated and validated."""
-    run = tmp_path_factory.mktemp("ws1") / "run"
+def unmerged(small, tmp_path_factory):
+    """A run of one rank, collected only."""
+    run = tmp_path_factory.mktemp("unmerged") / "run"
     assert cli.main(options(small, run)) == 0
+    return run
+
+
+@pytest.fixture(scope="module")
+def alone(unmerged, tmp_path_factory):
+    """The run of one rank, aggregated and validated."""
+    run = copied(unmerged, tmp_path_factory.mktemp("ws1") / "run")
     for dim in DIMS:
         assert cli.main(["grads", "aggregate", "--base_path", str(run), "--dim", str(dim)]) == 0
     assert cli.main(["grads", "validate", "--output_dir", str(run)]) == 0
@@ -73,12 +80,20 @@ def alone(small, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def pair(small, tmp_path_factory):
-    """The same run on two ranks, by one command."""
+def unmerged_pair(small, tmp_path_factory):
+    """The same run on two ranks, collected only."""
+    run = tmp_path_factory.mktemp("unmerged") / "run"
+    assert cli.main(["launch", "--world_size", "2", "--", *options(small, run)]) == 0
+    return run
+
+
+@pytest.fixture(scope="module")
+def pair(small, unmerged_pair, tmp_path_factory):
+    """The run on two ranks, by one command, which goes on from what was collected."""
     base = tmp_path_factory.mktemp("ws2")
     config = {"model_dir": str(small.model), "data_path": str(small.shards), "max_samples": SAMPLES, "dim": list(DIMS)}
     (base / "run.json").write_text(json.dumps({**config, "save_interval": INTERVAL, "recompute": 3}))
-    run = base / "run"
+    run = copied(unmerged_pair, base / "run")
     words = ["--config_path", str(base / "run.json"), "--output_dir", str(run), "--num_gpus", "2", "--skip_training"]
     assert cli.main(["grads", "run", *words]) == 0
     return run
@@ -88,6 +103,13 @@ def pair(small, tmp_path_factory):
 def run(pair, tmp_path):
     """A copy of the run on two ranks, to be changed."""
     return copied(pair, tmp_path / "run")
+
+
+@pytest.fixture
+def both(run, unmerged_pair):
+    """A copy in which the ranks have their rows, too: `grads aggregate` was killed before it deleted them."""
+    shutil.copytree(unmerged_pair, run, dirs_exist_ok=True)
+    return run
 
 
 def merged(run, dim=DIMS[0]):
@@ -222,7 +244,7 @@ def test_batches_are_of_similar_lengths_and_rows_in_the_order_asked_for(monkeypa
     wanted = store.concatenated(alone)
     assert_same_rows(found.rows, wanted.rows, wanted.meta["norm"].to_pylist(), numel)
     assert found.meta["n_targets"].to_pylist() == [lengths[at] - 1 for at in positions]
-    assert not store.unbound(store.all_names(Path("x")), found, maker.made_from.identity)
+    assert not store.mismatched(found, maker.made_from.identity)
 
 
 def test_a_gradient_that_is_not_finite_ends_the_run_with_its_sample():
@@ -262,17 +284,60 @@ def test_a_long_id_makes_no_long_message(tmp_path, id_):
 # --- the store over ranks
 
 
-def test_the_files_are_those_of_the_contract(alone, pair):
-    for run, ends in ((alone, [4, 8, 11]), (pair, [4, 6])):
-        for rank in range(json.loads((run / "collect.json").read_text())["world_size"]):
-            for dim in DIMS:
-                names = {f"{kind}.{end}" for kind in ("grads-N.pt", "ids-N.pkl", "meta-N.parquet") for end in ends}
-                names = {name.rpartition(".")[0].replace("N", name.rpartition(".")[2]) for name in names}
-                written = {path.name for path in (run / f"rank_{rank}" / f"dim{dim}").iterdir()}
-                assert written == names | {"all_orig.pt", "all_ids.pkl", "all_meta.parquet"}
-    assert {path.name for path in (pair / "dim64").iterdir()} >= {"all_orig.pt", "all_ids.pkl", "manifest.json"}
-    part = store.read(store.part_names(pair / "rank_1" / "dim100", 6))
-    assert part.rows.shape == (2, 100) and len(part.ids) == 2
+def written(run):
+    return sorted(str(path.relative_to(run)) for path in run.rglob("dim*/*"))
+
+
+def test_the_files_are_those_of_the_contract_and_a_row_is_in_one_place(small, unmerged, alone, pair, tmp_path):
+    killed = [sys.executable, str(Path(__file__).with_name("killed_collect.py")), "13", *options(small, tmp_path)]
+    assert subprocess.run(killed, check=False).returncode == -9
+    ends = {f"{kind}-{end}" for kind, end in (("grads", "4.pt"), ("ids", "4.pkl"), ("meta", "4.parquet"))}
+    assert ends <= {path.name for path in (tmp_path / "rank_0/dim64").iterdir()}
+    part = store.read(store.part_names(tmp_path / "rank_0" / "dim100", 8))
+    assert part.rows.shape == (4, 100) and len(part.ids) == 4
+    rows, rest = "all_orig.pt", ("all_ids.pkl", "all_meta.parquet")
+    assert written(unmerged) == sorted(f"rank_0/dim{dim}/{name}" for dim in DIMS for name in (rows, *rest))
+    for run, ranks in ((alone, 1), (pair, 2)):
+        kept = [f"rank_{rank}/dim{dim}/{name}" for rank in range(ranks) for dim in DIMS for name in rest]
+        merged_ = [f"dim{dim}/{name}" for dim in DIMS for name in (rows, *rest, "manifest.json")]
+        assert written(run) == sorted([*kept, *merged_])
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_merged_collection_is_merged_again_and_collected_no_more(small, alone, pair, tmp_path, ranks):
+    run = copied({1: alone, 2: pair}[ranks], tmp_path / "run")
+    before = {path: sha256_file(run / path) for path in written(run)}
+    launch = ["launch", "--world_size", "2", "--"] * (ranks - 1)
+    assert cli.main([*launch, *options(small, run)]) == 0
+    assert cli.main(["grads", "aggregate", "--base_path", str(run), "--dim", "64"]) == 0
+    assert {path: sha256_file(run / path) for path in written(run)} == before
+    elsewhere = ["grads", "aggregate", "--base_path", str(run), "--dim", "64", "--output_dir", str(tmp_path / "copy")]
+    assert cli.main(elsewhere) == 0
+    assert sha256_file(tmp_path / "copy/dim64/all_orig.pt") == before["dim64/all_orig.pt"]
+    assert written(run) == sorted(before)
+
+
+def test_aggregating_into_another_folder_copies(unmerged_pair, pair, tmp_path):
+    run = copied(unmerged_pair, tmp_path / "run")
+    words = ["grads", "aggregate", "--base_path", str(run), "--dim", "64", "--output_dir", str(tmp_path / "copy")]
+    assert cli.main(words) == 0
+    assert written(run) == written(unmerged_pair)
+    assert sha256_file(tmp_path / "copy/dim64/all_orig.pt") == sha256_file(pair / "dim64/all_orig.pt")
+
+
+def test_a_rank_takes_its_longest_samples_first_and_puts_rows_back_in_order(small, unmerged_pair, tmp_path):
+    """The blocks of a rank on three samples at once have the least padding; its rows are in the sampler's order."""
+    run = tmp_path / "run"
+    killed = [sys.executable, str(Path(__file__).with_name("killed_collect.py")), "9", *options(small, run)]
+    assert subprocess.run(killed, check=False).returncode == -9
+    shards = Shards(small.shards, "train")
+    lengths = {shards[position].sample_id: len(shards[position].input_ids) for position in range(SAMPLES)}
+    taken = [lengths[id_] for end in (4, 8) for id_ in store.read_ids(run / f"rank_0/dim64/ids-{end}.pkl")]
+    assert taken == sorted(lengths.values(), reverse=True)[:8] != list(lengths.values())[:8]
+    for rank in range(2):
+        positions = provenance.read(unmerged_pair).sampler_indices(rank)
+        ids = store.read_ids(unmerged_pair / f"rank_{rank}/dim64/all_ids.pkl")
+        assert ids == [shards[position].sample_id for position in positions]
 
 
 def test_two_ranks_on_an_odd_number_of_samples_give_the_store_of_one(small, alone, pair):
@@ -425,31 +490,44 @@ def test_aggregating_removes_what_a_killed_call_left_whatever_its_flags(alone, t
     assert len(list((run / "dim64").glob("*.part"))) == 1
 
 
-def test_a_killed_collection_goes_on_to_the_store_of_an_unbroken_one(small, alone, tmp_path):
+def test_a_killed_collection_goes_on_to_the_store_of_an_unbroken_one(small, unmerged, tmp_path, monkeypatch):
     run = tmp_path / "run"
     killed = [sys.executable, str(Path(__file__).with_name("killed_collect.py")), "7", *options(small, run)]
     assert subprocess.run(killed, check=False).returncode == -9
     assert len(list(run.rglob("*.part"))) == 1
     parts = run / "rank_0" / "dim64"
-    done = (parts / "grads-4.pt").stat().st_mtime_ns
     assert (parts / "grads-8.pt").exists() and not (run / "rank_0" / "dim100" / "ids-8.pkl").exists()
+    computed, blocks = [], rows.RowMaker.blocks
+    monkeypatch.setattr(
+        rows.RowMaker, "blocks", lambda self, shards, some: computed.extend(some) or blocks(self, shards, some)
+    )
     assert cli.main(options(small, run)) == 0
-    assert (parts / "grads-4.pt").stat().st_mtime_ns == done
-    for path in sorted((alone / "rank_0").rglob("*.p*")):
-        assert sha256_file(path) == sha256_file(run / path.relative_to(alone)), path
-    assert not list(run.rglob("*.part"))
+    assert len(computed) == SAMPLES - 4
+    assert written(run) == written(unmerged)
+    for path in written(run):
+        assert sha256_file(run / path) == sha256_file(unmerged / path), path
 
 
-def test_a_collection_does_not_go_on_from_blocks_that_are_not_its_own(small, alone, tmp_path, capsys):
-    run = copied(alone, tmp_path / "run")
+def test_a_collection_killed_while_it_deletes_its_blocks_deletes_them(small, unmerged, tmp_path):
+    run = copied(unmerged, tmp_path / "run")
+    names = store.part_names(run / "rank_0/dim64", 4)
+    store.write(names, store.read(store.all_names(run / "rank_0/dim64")).take(range(4)))
+    names.ids.unlink()
+    assert cli.main(["grads", "validate", "--output_dir", str(run), "--check_ranks"]) == 1
+    assert cli.main(options(small, run)) == 0
+    assert written(run) == written(unmerged)
+
+
+def test_a_collection_does_not_go_on_from_blocks_that_are_not_its_own(small, unmerged, tmp_path, capsys):
+    run = copied(unmerged, tmp_path / "run")
     (run / "collect.json").unlink()
     assert cli.main(options(small, run, seed=1)) == 2
     assert "collect.json is missing, but the folder holds gradients" in capsys.readouterr().err
     assert not (run / "collect.json").exists()
-    shutil.copy(alone / "collect.json", run)
+    shutil.copy(unmerged / "collect.json", run)
     parts = run / "rank_0" / "dim64"
     names = store.part_names(parts, 8)
-    block = store.read(names)
+    block = store.read(store.all_names(parts)).take(range(4))
     put(names, block.rows + 1e-3, block)
     (parts / "all_ids.pkl").unlink()
     assert cli.main(options(small, run)) == 2
@@ -459,11 +537,11 @@ def test_a_collection_does_not_go_on_from_blocks_that_are_not_its_own(small, alo
 
 def test_a_run_folder_of_another_configuration_is_refused_and_restarted_on_request(small, alone, tmp_path, capsys):
     run = copied(alone, tmp_path / "run")
-    before = sha256_file(run / "rank_0" / "dim64" / "all_orig.pt")
+    before = sha256_file(run / "dim64" / "all_orig.pt")
     changed = options(small, run, seed=1)
     assert cli.main(changed) == 2
     assert "a collection folder of another configuration: seed is 0 there and 1 here" in capsys.readouterr().err
-    assert sha256_file(run / "rank_0" / "dim64" / "all_orig.pt") == before
+    assert sha256_file(run / "dim64" / "all_orig.pt") == before
     assert cli.main([*changed, "--restart"]) == 0
     assert sha256_file(run / "rank_0" / "dim64" / "all_orig.pt") != before
     assert not (run / "dim64").exists()
@@ -535,7 +613,7 @@ def test_merging_orders_by_the_data_and_checks_duplicates(tmp_path, monkeypatch)
 
     def source(name, *block):
         store.write(store.all_names(tmp_path / name), block_of(*block))
-        return merge.read_rank(tmp_path / name, 3, MERGED)
+        return BoundRows(store.all_names(tmp_path / name), 3, MERGED)
 
     first, second = source("0", ["c", "a", "e"], rows[[2, 0, 4]]), source("1", ["b", "d", "a"], rows[[1, 3, 0]])
     for chunk in (1, 24, 1 << 20):
@@ -576,7 +654,8 @@ def test_rows_are_read_and_written_piece_by_piece_in_torchs_own_format(pair, tmp
         assert torch.equal(torch.from_numpy(file.take(positions)), rows[positions])
 
 
-def test_aggregating_refuses_what_the_run_has_not(run, tmp_path, capsys):
+def test_aggregating_refuses_what_the_run_has_not(unmerged_pair, tmp_path, capsys):
+    run = copied(unmerged_pair, tmp_path / "run")
 
     def answer(*more, base=run):
         assert cli.main(["grads", "aggregate", "--base_path", str(base), *more]) == 2
@@ -585,11 +664,12 @@ def test_aggregating_refuses_what_the_run_has_not(run, tmp_path, capsys):
     assert "--dim 65: " in answer("--dim", "65")
     assert "was collected by 2 ranks" in answer("--dim", "64", "--num_gpus", "3")
     assert "collect.json is missing" in answer("--dim", "64", base=tmp_path)
-    shutil.rmtree(run / "rank_1")
+    (run / "rank_1/dim64/all_orig.pt").unlink()
     assert f"{run / 'rank_1' / 'dim64'} is missing or incomplete" in answer("--dim", "64")
 
 
-def test_aggregating_refuses_altered_rows_and_leaves_no_file_of_an_earlier_call(run, tmp_path, capsys):
+def test_aggregating_refuses_altered_rows_and_leaves_no_file_of_an_earlier_call(both, tmp_path, capsys):
+    run = both
     made = tmp_path / "made" / "dim64"
     words = ["grads", "aggregate", "--base_path", str(run), "--output_dir", str(made), "--dim", "64"]
     assert cli.main([*words, "--normalize", "--export", "parquet"]) == 0
@@ -658,10 +738,6 @@ def swap_rank_ids(run):
     return swap_ids(run / "rank_1" / "dim64" / "all_ids.pkl")
 
 
-def swap_part_ids(run):
-    return swap_ids(run / "rank_0" / "dim64" / "ids-4.pkl")
-
-
 def swap_merged_ids_and_sign(run):
     path = swap_ids(run / "dim64" / "all_ids.pkl")
     sign(run / "dim64")
@@ -676,7 +752,7 @@ def swap_merged_rows_and_bind_again(run):
 
 
 def alter_rank_row(run):
-    return alter(store.part_names(run / "rank_1" / "dim64", 6), 0, 0, 0.5)
+    return alter(store.all_names(run / "rank_1" / "dim64"), 4, 0, 0.5)
 
 
 def keep(run, positions):
@@ -700,26 +776,40 @@ def reorder_rows(run):
 
 
 def add_id(run):
-    path = run / "rank_0" / "dim64" / "ids-6.pkl"
+    path = run / "rank_0" / "dim64" / "all_ids.pkl"
     rewrite(path, [*store.read_ids(path), "more"])
     return path
 
 
 def truncate(run):
-    path = run / "rank_0" / "dim64" / "grads-4.pt"
+    path = run / "rank_0" / "dim64" / "all_orig.pt"
     path.write_bytes(path.read_bytes()[:-300])
     return path
 
 
 def break_pair(run):
-    path = run / "rank_1" / "dim64" / "ids-4.pkl"
+    path = run / "rank_1" / "dim64" / "all_ids.pkl"
     path.unlink()
     return path
 
 
+def lose_rows_of_a_rank(run):
+    """The merged block has them, and is not what the rank wrote."""
+    (run / "rank_1" / "dim64" / "all_meta.parquet").unlink()
+    return run / "rank_1" / "dim64" / "all_meta.parquet"
+
+
+def forget_a_row(run):
+    """Of what a rank keeps; its ids and its table agree."""
+    names = store.all_names(run / "rank_0" / "dim64")
+    ids, meta = store.read_ids(names.ids), store.read_meta(names.meta)
+    store.write_metadata(names, meta[:-1], ids[:-1])
+    return names.ids
+
+
 def add_block(run):
     path = run / "rank_1" / "dim64" / "grads-5.pt"
-    shutil.copy(run / "rank_1" / "dim64" / "grads-4.pt", path)
+    path.touch()
     return path.parent
 
 
@@ -772,10 +862,7 @@ def another_models_ranks(run):
     )
     for rank in range(2):
         parts, positions = run / f"rank_{rank}" / "dim64", made.sampler_indices(rank)
-        blocks = [maker.blocks(Shards(made.data_path, "train"), part)[64] for part in (positions[:4], positions[4:])]
-        for names, block in zip((store.part_names(parts, 4), store.part_names(parts, 6)), blocks, strict=True):
-            store.write(names, block)
-        store.write(store.all_names(parts), store.concatenated(blocks))
+        store.write(store.all_names(parts), maker.blocks(Shards(made.data_path, "train"), positions)[64])
     cli.main(["grads", "aggregate", "--base_path", str(run), "--dim", "64"])
     return run / "rank_1" / "dim64" / "all_orig.pt"
 
@@ -841,7 +928,6 @@ def number_as_string(run):
 
 
 FAULTS = {  # by the check that finds it
-    another_models_ranks: "row i belongs to id i",
     extra_rank: "no folders of other ranks or widths",
     edit_loss: "row i belongs to id i",
     alter_normalized: "the manifest matches",
@@ -849,19 +935,16 @@ FAULTS = {  # by the check that finds it
     unlisted_file: "the manifest matches",
     save_with_offset: "files readable, counts equal, rows finite",
     number_as_string: "the manifest matches",
-    swap_rank_ids: "ids are those of the rank's samples, in order",
-    swap_part_ids: "row i belongs to id i",
+    swap_rank_ids: "files readable, counts equal",
+    break_pair: "files complete, blocks joined",
+    lose_rows_of_a_rank: "files complete, blocks joined",
+    forget_a_row: "ids are those of the rank's samples, in order",
     swap_merged_ids_and_sign: "every id once, in data order",
     swap_merged_rows_and_bind_again: "every row comes from a rank",
-    alter_rank_row: "row i belongs to id i",
     drop_row: "every id once, in data order",
     double_row: "every id once, in data order",
     reorder_rows: "every id once, in data order",
-    add_id: "files readable, counts equal, rows finite",
-    truncate: "files readable, counts equal, rows finite",
-    break_pair: "files complete and paired",
-    add_block: "files complete and paired",
-    plant_nan: "files readable, counts equal, rows finite",
+    add_block: "files complete, blocks joined",
     other_width: "files readable, counts equal, rows finite",
     other_type: "files readable, counts equal, rows finite",
     forge_manifest: "the manifest matches",
@@ -870,25 +953,46 @@ FAULTS = {  # by the check that finds it
 }
 
 
+FAULTS_OF_RANKS = {  # whose rows have not moved
+    another_models_ranks: "row i belongs to id i",
+    swap_rank_ids: "ids are those of the rank's samples, in order",
+    alter_rank_row: "row i belongs to id i",
+    add_id: "files readable, counts equal, rows finite",
+    truncate: "files readable, counts equal, rows finite",
+    break_pair: "files complete, blocks joined",
+    plant_nan: "files readable, counts equal, rows finite",
+}
+
+
+@pytest.mark.parametrize("plant", FAULTS_OF_RANKS)
+def test_validation_finds_the_fault_in_a_ranks_rows(both, capsys, plant):
+    check_is_found(plant, both, FAULTS_OF_RANKS[plant], capsys)
+
+
 @pytest.mark.parametrize("plant", FAULTS)
 def test_validation_finds_the_fault_and_names_the_file(run, capsys, plant):
+    check_is_found(plant, run, FAULTS[plant], capsys)
+
+
+def check_is_found(plant, run, name, capsys):
     path = plant(run)
     assert cli.main(["grads", "validate", "--output_dir", str(run), "--dim", "64"]) == 1
     stored = json.loads((run / "validation.json").read_text())
     failed = [check for check in stored["checks"] if not check["passed"]]
     assert stored["passed"] is False
-    assert str(path) in " ".join(check["detail"] for check in failed if check["name"].endswith(FAULTS[plant]))
+    assert str(path) in " ".join(check["detail"] for check in failed if check["name"].endswith(name))
     assert str(path) in capsys.readouterr().err
     assert cli.main(["grads", "validate", "--output_dir", str(run), "--dim", "100"]) == 0
 
 
 @pytest.mark.parametrize("changes", [{"seed": 1}, {"lora": "x"}])
-def test_an_edited_provenance_is_not_that_of_the_rows(run, capsys, changes):
+def test_an_edited_provenance_is_not_that_of_the_rows(both, capsys, changes):
+    run = both
     for path in (run / "collect.json", run / "dim64" / "manifest.json", run / "dim100" / "manifest.json"):
         edit(path, **changes)
     assert cli.main(["grads", "validate", "--output_dir", str(run), "--dim", "64", "--recompute", "1"]) == 1
     printed = capsys.readouterr().err
-    for place in ("rank_0/dim64/grads-4.pt", "rank_1/dim64/grads-6.pt", "dim64/all_orig.pt"):
+    for place in ("rank_0/dim64/all_orig.pt", "rank_1/dim64/all_orig.pt", "dim64/all_orig.pt"):
         assert f"{run / place} with" in printed
     assert "no row is of this collection" in printed
     assert cli.main(["grads", "aggregate", "--base_path", str(run), "--dim", "64"]) == 2

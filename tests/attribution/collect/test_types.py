@@ -17,7 +17,7 @@ from gradwire.attribution.collect import methods, rows, types
 from gradwire.attribution.persample import layer_factors, loop
 from gradwire.attribution.persample.batch import shapes, trainable
 from gradwire.attribution.projections import OF_PARTS, PROJECTORS, build
-from gradwire.attribution.store import store
+from gradwire.attribution.store import provenance, store
 from gradwire.base.errors import BadInput, RunFault
 from gradwire.comm.parallel import wrap
 from gradwire.lm.data.batches import Batch
@@ -211,7 +211,7 @@ def test_every_projection_of_sharded_weights_is_that_of_whole_gradients(world, s
         for name, (rows_, norms) in found.items():
             wanted = build(name, shapes(causal.load(small.model)), 0).project(flat, [projections[name]])
             wanted, lengths = wanted[projections[name]][rank:6:2], flat[rank:6:2].norm(dim=1)
-            assert ((rows_ - wanted).norm(dim=1) <= types.TOLERANCE["sgd"] * wanted.norm(dim=1)).all(), name
+            assert ((rows_ - wanted).norm(dim=1) <= provenance.TOLERANCE["sgd"] * wanted.norm(dim=1)).all(), name
             torch.testing.assert_close(norms, lengths, rtol=1e-4, atol=0)
 
 
@@ -353,7 +353,7 @@ def test_memory_that_runs_out_while_rows_are_stacked_or_projected_is_halved_too(
     monkeypatch.setattr(rows.torch, "empty", scarce(empty) if where == "stacked" else empty)
     found = made.blocks(shards, range(SAMPLES))[36]
     assert made.height <= 2 and found.ids == wanted.ids
-    assert ((found.rows - wanted.rows).norm(dim=1) <= types.TOLERANCE["sgd"] * wanted.rows.norm(dim=1)).all()
+    assert ((found.rows - wanted.rows).norm(dim=1) <= provenance.TOLERANCE["sgd"] * wanted.rows.norm(dim=1)).all()
     most = 0
     monkeypatch.setattr(hopeless.projector, "project", made.projector.project)
     with pytest.raises(RunFault, match=r"1 samples do not fit into the memory of cpu"):

@@ -15,8 +15,8 @@ from small_model import make, origin
 
 from gradwire import cli
 from gradwire.attribution.store import provenance, row_types, store
-from gradwire.attribution.store.merge import merge, read_rank
-from gradwire.attribution.store.row_file import RowFile
+from gradwire.attribution.store.merge import merge
+from gradwire.attribution.store.row_file import BoundRows, RowFile
 from gradwire.attribution.store.row_types import HEADER, least_deviation
 from gradwire.base.errors import BadInput, CheckFailed
 from gradwire.base.files import sha256_file
@@ -199,7 +199,7 @@ def test_merging_keeps_bytes_and_compares_what_two_ranks_computed(tmp_path, name
 
     def source(place, ids, rows):
         store.write(store.all_names(tmp_path / place), block_of(name, rows, ids))
-        return read_rank(tmp_path / place, 37, made_of(name, 37))
+        return BoundRows(store.all_names(tmp_path / place), 37, made_of(name, 37))
 
     first = source("0", ["a", "c", "e"], rows[[0, 2, 4]])
     second = source("1", ["b", "d", "a"], torch.stack([rows[1], rows[3], again]))
@@ -212,7 +212,7 @@ def test_merging_keeps_bytes_and_compares_what_two_ranks_computed(tmp_path, name
         with pytest.raises(CheckFailed, match=r"two rows of sample 'a' differ"):
             merge([first, wrong], list("abcde"), 1e-4)
     with pytest.raises(BadInput, match=f"has rows of type {name}, not (int8|int4)"):
-        read_rank(tmp_path / "0", 37, made_of("int8" if name != "int8" else "int4", 37))
+        BoundRows(store.all_names(tmp_path / "0"), 37, made_of("int8" if name != "int8" else "int4", 37))
 
 
 # --- collections of each type
@@ -238,19 +238,28 @@ def validate(run, *more):
 
 
 @pytest.fixture(scope="module")
-def runs(small, tmp_path_factory):
-    """A collected and merged run of each type."""
-    base = tmp_path_factory.mktemp("runs")
+def unmerged(small, tmp_path_factory):
+    """A collected run of each type."""
+    base = tmp_path_factory.mktemp("unmerged")
     for name in TYPES:
-        assert collect(small, base / name, name) == 0 and aggregate(base / name) == 0
+        assert collect(small, base / name, name) == 0
+    return base
+
+
+@pytest.fixture(scope="module")
+def runs(unmerged, tmp_path_factory):
+    """A collected and merged run of each type."""
+    base = copied(unmerged, tmp_path_factory.mktemp("merged") / "runs")
+    for name in TYPES:
+        assert aggregate(base / name) == 0
     return base
 
 
 @pytest.mark.parametrize("name", SCALED)
-def test_a_collection_of_each_type_is_that_of_float32_encoded(runs, name):
-    for place in (f"rank_0/dim{DIM}", f"dim{DIM}"):
-        exact = store.read(store.all_names(runs / "float32" / place))
-        found = store.read(store.all_names(runs / name / place))
+def test_a_collection_of_each_type_is_that_of_float32_encoded(unmerged, runs, name):
+    for base, place in ((unmerged, f"rank_0/dim{DIM}"), (runs, f"dim{DIM}")):
+        exact = store.read(store.all_names(base / "float32" / place))
+        found = store.read(store.all_names(base / name / place))
         assert torch.equal(found.stored, found.codec.encode(exact.rows))
         assert found.ids == exact.ids and found.meta.drop_columns("digest") == exact.meta.drop_columns("digest")
     assert json.loads((runs / name / f"dim{DIM}" / "manifest.json").read_text())["store"] == name
@@ -276,29 +285,26 @@ def test_rows_of_tokens_and_modules_are_stored_as_samples_are(small, tmp_path, u
     for name in ("int8", "onebit"):
         found = store.read(store.all_names(tmp_path / name / f"dim{DIM}"))
         assert torch.equal(found.stored, found.codec.encode(exact.rows)) and found.ids == exact.ids
-        place = store.all_names(tmp_path / name / "rank_0" / f"dim{DIM}")
         swapped = found.stored[[1, 0, *range(2, len(exact.ids))]]
         signed = store.with_digests(provenance.read(tmp_path / name).identity, found.meta, swapped)
-        (end,) = provenance.read(tmp_path / name).ends()
-        for names in (place, store.part_names(place.rows.parent, end)):
-            store.write(names, found._replace(stored=swapped, meta=signed))
+        place = store.all_names(tmp_path / name / "rank_0" / f"dim{DIM}")
+        store.write(place, found._replace(stored=swapped, meta=signed))
         assert aggregate(tmp_path / name) == 0 and validate(tmp_path / name, "--recompute", "99") == 1
         checks = json.loads((tmp_path / name / "validation.json").read_text())["checks"]
         (failed,) = (check for check in checks if not check["passed"])
-        assert failed["name"] == "recomputed rows agree" and failed["detail"].endswith("4 problems in all")
+        assert failed["name"] == "recomputed rows agree" and failed["detail"].count("is not the gradient of") == 2
 
 
 @pytest.mark.parametrize("name", SCALED)
-def test_a_collection_resumes_with_its_own_type_only(small, runs, tmp_path, capsys, name):
-    run = copied(runs / name, tmp_path / "run")
+def test_a_collection_resumes_with_its_own_type_only(small, unmerged, tmp_path, capsys, name):
+    run = copied(unmerged / name, tmp_path / "run")
     folder = run / "rank_0" / f"dim{DIM}"
-    for path in (*store.part_names(folder, 8), *store.all_names(folder)):
-        path.unlink()
+    store.all_names(folder).ids.unlink()
     assert collect(small, run, "float32") == 2
     assert f"store is '{name}' there and 'float32' here" in capsys.readouterr().err
     assert collect(small, run, name) == 0
     for path in folder.iterdir():
-        assert sha256_file(path) == sha256_file(runs / name / "rank_0" / f"dim{DIM}" / path.name)
+        assert sha256_file(path) == sha256_file(unmerged / name / "rank_0" / f"dim{DIM}" / path.name)
 
 
 @pytest.mark.parametrize("name", TYPES)
@@ -355,11 +361,8 @@ def flip(stored):
 
 def scale_and_bind(run):
     """Only its norm shows it."""
-    names = store.all_names(run / f"rank_0/dim{DIM}")
-    path = rewrite(run, f"rank_0/dim{DIM}", times(1 / 3))
-    shutil.copy(path, run / f"dim{DIM}")
-    shutil.copy(names.meta, run / f"dim{DIM}")
-    sign(run / f"dim{DIM}")
+    path = rewrite(run, f"dim{DIM}", times(1 / 3))
+    shutil.copy(store.merged_names(run, DIM).meta, run / f"rank_0/dim{DIM}")
     return path
 
 
@@ -409,19 +412,16 @@ def negated(stored, codec):
 @pytest.mark.parametrize("name", TYPES)
 def test_recomputing_finds_rows_that_are_consistently_false(small, runs, tmp_path, capsys, name, change):
     """Norms and digests match in all files."""
-    run, folder = copied(runs / name, tmp_path / "run"), f"rank_0/dim{DIM}"
-    whole = store.read(store.all_names(run / folder))
-    stored = change(whole.stored.clone(), whole.codec)
-    norms = whole.codec.decode(stored).double().norm(dim=1) / whole.rows.double().norm(dim=1)
-    parts = [(store.part_names(run / folder, end), slice(end - INTERVAL, end)) for end in (4, 8)]
-    parts.append((store.part_names(run / folder, SAMPLES), slice(8, SAMPLES)))
-    every = [(store.all_names(run / place), slice(0, SAMPLES)) for place in (folder, f"dim{DIM}")]
-    for names, rows in (*parts, *every):
-        block = store.read(names)
-        norm = (torch.tensor(block.meta["norm"].to_pylist()) * norms[rows]).tolist()
-        meta = block.meta.set_column(block.meta.schema.get_field_index("norm"), "norm", [norm])
-        meta = store.with_digests(provenance.read(run).identity, meta, stored[rows])
-        store.write(names, block._replace(stored=stored[rows], meta=meta))
+    run = copied(runs / name, tmp_path / "run")
+    names = store.merged_names(run, DIM)
+    block = store.read(names)
+    stored = change(block.stored.clone(), block.codec)
+    norms = block.codec.decode(stored).double().norm(dim=1) / block.rows.double().norm(dim=1)
+    norm = (torch.tensor(block.meta["norm"].to_pylist()) * norms).tolist()
+    meta = block.meta.set_column(block.meta.schema.get_field_index("norm"), "norm", [norm])
+    meta = store.with_digests(provenance.read(run).identity, meta, stored)
+    store.write(names, block._replace(stored=stored, meta=meta))
+    shutil.copy(names.meta, run / f"rank_0/dim{DIM}")
     sign(run / f"dim{DIM}")
     assert validate(run) == 0
     assert validate(run, "--recompute", "2") == 1

@@ -189,10 +189,11 @@ def collect(
     batch_size: int | None = None,
     check: Callable[[], None] = lambda: None,
 ) -> None:
-    """Write this rank's blocks, then one block of all its samples.
+    """Write this rank's blocks, then merge them into one block of all its samples.
 
     Samples are split as by ``DistributedSampler``, including its padding: ``grads aggregate`` compares the rows of
-    samples that two ranks computed.
+    samples that two ranks computed. A rank takes the longest of its samples first, and puts the rows back in order when
+    it merges its blocks.
 
     Args:
         collection: The collection folder.
@@ -208,8 +209,8 @@ def collect(
     from tqdm import tqdm
 
     from gradwire.attribution.collect.rows import RowMaker
-    from gradwire.attribution.store import provenance, store
-    from gradwire.attribution.store.samples import samples
+    from gradwire.attribution.store import merge, provenance, store
+    from gradwire.attribution.store.samples import longest_first, samples
 
     maker = RowMaker.load(intended, world.device, batch_size, world)
     shards = samples(intended)
@@ -220,19 +221,20 @@ def collect(
     provenance.claim(collection, intended)
 
     sampler_indices, ends = intended.sampler_indices(world.rank), intended.ends()
-    folders = {dim: store.rank_folder(collection, world.rank, dim) for dim in intended.dims}
+    order = longest_first(shards, sampler_indices)
+    missing = [dim for dim in intended.dims if not store.collected(collection, world.rank, dim)]
+    folders = {dim: store.rank_folder(collection, world.rank, dim) for dim in missing}
     quiet = None if world.rank == 0 else True  # None: show a bar if stderr is a terminal
     for start, end in tqdm(list(pairwise([0, *ends])), desc="gradients", unit="file", disable=quiet):
         check()
         names = {dim: store.part_names(folder, end) for dim, folder in folders.items()}
         if _wanted(not all(part.exist() for part in names.values()), maker, world):
-            for dim, block in maker.blocks(shards, sampler_indices[start:end]).items():
-                store.write(names[dim], block)
-    for folder in folders.values():
-        whole = store.all_names(folder)
-        if not whole.exist():
-            blocks = (store.read_bound(store.part_names(folder, end), intended.identity) for end in ends)
-            store.write(whole, store.concatenated(blocks))
+            blocks = maker.blocks(shards, order[start:end])
+            for dim in missing:
+                store.write(names[dim], blocks[dim])
+    ids = [row_id for position in sampler_indices for row_id in intended.row_ids(shards[position].sample_id)]
+    for dim in intended.dims:
+        merge.join(collection, world.rank, dim, ids, intended)
 
 
 def _wanted(missing: bool, maker: RowMaker, world: World) -> bool:

@@ -42,6 +42,7 @@ def main(options: Options) -> None:
     import torch
 
     from gradwire.attribution.collect import ekfac, methods
+    from gradwire.attribution.store.samples import longest_first
     from gradwire.comm.collectives import world
     from gradwire.lm.data.batches import collate
     from gradwire.lm.models import causal, saved
@@ -53,9 +54,11 @@ def main(options: Options) -> None:
     model = causal.load_finite(options.model_dir).to(device)
     method = methods.resolved("auto", model)
 
+    order = longest_first(shards, range(count))
+
     def batches() -> Iterator[Batch]:
         for start in range(0, count, options.batch_size):
-            samples = [shards[position] for position in range(start, min(start + options.batch_size, count))]
+            samples = [shards[position] for position in order[start : start + options.batch_size]]
             yield collate(samples, shards.meta["pad_id"], len(samples)).to(device)
 
     curvature = ekfac.factored(

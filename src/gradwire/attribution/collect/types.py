@@ -34,11 +34,6 @@ class GradientType(Protocol):
         """Transform gradients [samples, n] in place and return them."""
 
 
-# Largest difference between two computations of a row, relative to its norm: float32 sums in different order, with a
-# wide margin. Adam may divide by rounding noise, and signs may flip for entries near the noise level.
-TOLERANCE = {"sgd": 1e-4, "adam": 5e-3, "sign": 1e-2, "ekfac": 1e-2}
-
-
 def sgd(rows: Tensor) -> Tensor:
     """Return the gradient unchanged."""
     return rows

@@ -1,4 +1,8 @@
-"""The verb ``grads aggregate``: merge the ranks' blocks into one matrix, one row per sample, in data order."""
+"""The verb ``grads aggregate``: merge the ranks' rows into one matrix, one row per sample, in data order.
+
+In the collection folder the rows move: the ranks keep their ids and tables only, and a repeated call reads the merged
+rows. Into another folder they are copied.
+"""
 
 from __future__ import annotations
 
@@ -53,27 +57,34 @@ def main(options: Options) -> None:
             not match the arguments.
         CheckFailed: If two rows of one sample disagree.
     """
-    from gradwire.attribution.collect.types import TOLERANCE
     from gradwire.attribution.store import samples, store
-    from gradwire.attribution.store.merge import merge, read_rank, write
+    from gradwire.attribution.store.merge import merge, read_ranks, write
 
     origin = provenance.read(options.base_path)
     check_asked(origin, options.base_path, options.num_gpus, [options.dim])
-    ranks = [store.rank_folder(options.base_path, rank, options.dim) for rank in range(origin.world_size)]
     ids = samples.row_ids(origin, samples.samples(origin))
-    merged = merge([read_rank(folder, options.dim, origin) for folder in ranks], ids, TOLERANCE[origin.grad_type])
+    merged = merge(read_ranks(options.base_path, options.dim, origin), ids, provenance.TOLERANCE[origin.grad_type])
+    own = store.merged_names(options.base_path, options.dim)
     names = store.all_names(target(options))
-    checksums = write(merged, names, further(options))
+    moving = names.rows.resolve() == own.rows.resolve()
+    duplicates, deviation = merged.duplicates, merged.deviation
+    if origin.world_size > len(merged.sources):  # the ranks' rows have moved
+        earlier = provenance.read_manifest(own.rows.parent)
+        duplicates, deviation = earlier.duplicates, earlier.duplicates_deviation
+    checksums = write(merged, names, further(options), move=moving)
     made = provenance.Manifest(
         **origin.model_dump(),
         dim=options.dim,
         order="as in the data",
         rows=len(merged.ids),
-        duplicates=merged.duplicates,
-        duplicates_deviation=merged.deviation,
+        duplicates=duplicates,
+        duplicates_deviation=deviation,
         sha256=checksums,
     )
     provenance.write_manifest(target(options), made)
+    if moving:
+        for rank in range(origin.world_size):
+            store.rank_names(options.base_path, rank, options.dim).rows.unlink(missing_ok=True)
     print(f"{len(merged.ids)} rows of {options.dim} from {origin.world_size} ranks in {target(options)}")
 
 

@@ -6,17 +6,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from importlib.metadata import entry_points
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pyarrow as pa
 import torch
 
 from gradwire.attribution import projections
-from gradwire.attribution.collect.rows import RowMaker
-from gradwire.attribution.collect.types import TOLERANCE
 from gradwire.attribution.projections.base import Band
 from gradwire.attribution.store import provenance, store
-from gradwire.attribution.store.provenance import BOUND, Provenance
+from gradwire.attribution.store.provenance import BOUND, TOLERANCE, Provenance
+from gradwire.attribution.store.row_file import BoundRows
 from gradwire.attribution.store.row_types import least_deviation
 from gradwire.attribution.store.samples import Tokens, row_ids
 from gradwire.attribution.store.store import Block, Names
@@ -25,9 +24,13 @@ from gradwire.lm.data import corpus
 from gradwire.lm.data.shards import Shards
 from gradwire.lm.data.writer import split_of
 
+if TYPE_CHECKING:
+    from gradwire.attribution.collect.rows import RowMaker
+
 RECOMPUTED = 5  # times the tolerance of the gradient type, because the device may differ
 CUSTOM = "gradwire.gradient_checks"
 NAMED = 3  # problems listed per check
+PIECE_BYTES = 1 << 22  # of float32 rows at once
 
 
 class Check(NamedTuple):
@@ -54,6 +57,27 @@ class Stored(NamedTuple):
     block: Block
 
 
+class Listed(NamedTuple):
+    """The ids and the metadata of a block."""
+
+    ids: list[str]
+    meta: pa.Table
+
+    @property
+    def digests(self) -> list[str]:
+        """The rows' digests."""
+        digests: list[str] = self.meta["digest"].to_pylist()
+        return digests
+
+
+class Problems(NamedTuple):
+    """The problems of a block's rows, by their check."""
+
+    unreadable: list[str]
+    unbound: list[str]
+    unlikely: list[str]
+
+
 class Audit:
     """The checks of one collection folder. Each method appends to ``checks``, and the blocks it reads to ``stored``."""
 
@@ -63,6 +87,7 @@ class Audit:
         self.ids = row_ids(origin, shards)
         self.checks: list[Check] = []
         self.stored: list[Stored] = []
+        self._digests: dict[int, list[list[str]]] = {dim: [] for dim in origin.dims}  # of each rank's rows
 
     def corpus(self, path: Path) -> None:
         """Check that every document of the corpus file has a sample.
@@ -91,48 +116,36 @@ class Audit:
         self.checks.append(Check("no folders of other ranks or widths", f"{self.collection}", strange))
 
     def rank(self, rank: int, dim: int) -> None:
-        """Check a rank's output: complete blocks, joined in order, with the samples assigned to the rank."""
-        folder, ends = store.rank_folder(self.collection, rank, dim), self.origin.ends()
-        whole = store.all_names(folder)
-        names = [*(store.part_names(folder, end) for end in ends), whole]
-        blocks, unreadable = _read(names, dim, self.origin)
+        """Check a rank's output: all its rows, with the samples assigned to the rank; of merged rows, what it keeps."""
+        name, folder = f"rank_{rank}/dim{dim}", store.rank_folder(self.collection, rank, dim)
+        names = store.all_names(folder)
         samples = [self.samples[position] for position in self.origin.sampler_indices(rank)]
         ids = [row_id for sample_id in samples for row_id in self.origin.row_ids(sample_id)]
-        self._add(
-            f"rank_{rank}/dim{dim}",
-            folder,
-            [
-                ("files complete and paired", [*_missing(names), *_strange(folder, ends)]),
-                ("files readable, counts equal, rows finite", unreadable),
-                ("row i belongs to id i", _unbound(blocks, self.origin)),
-                ("norms match the gradients", _unlikely(blocks, self._band(dim))),
-                ("all_* concatenates the blocks in order", _not_joined(blocks, whole)),
-                ("ids are those of the rank's samples, in order", _other_ids(blocks, whole, ids)),
-            ],
-        )
-        self._keep(blocks, whole, dim)
+        moved = store.moved(self.collection, rank, dim)
+        missing = _missing([names.ids, names.meta] if moved else names)
+        self._add(name, folder, [("files complete, blocks joined", [*missing, *_unjoined(folder)])])
+        listed = self._listed(name, names) if moved else self._rows(name, names, dim)
+        self._add(name, folder, [("ids are those of the rank's samples, in order", _other_ids(names, listed, ids))])
+        if listed is not None:
+            self._digests[dim].append(listed.digests)
 
     def aggregated(self, dim: int) -> None:
         """Check the merged matrix, its manifest, and each row against the ranks checked before."""
-        folder = self.collection / f"dim{dim}"
-        whole = store.all_names(folder)
-        blocks, unreadable = _read([whole], dim, self.origin)
-        ranks = [stored.block for stored in self.stored if stored.dim == dim]
+        name, names = f"dim{dim}", store.merged_names(self.collection, dim)
+        folder = names.rows.parent
+        self._add(name, folder, [("files complete", _missing(names))])
+        merged = self._rows(name, names, dim)
         self._add(
-            f"dim{dim}",
+            name,
             folder,
             [
-                ("files complete", _missing([whole])),
-                ("files readable, counts equal, rows finite", unreadable),
                 ("the manifest matches", _denied(folder, self._manifest(dim))),
-                ("row i belongs to id i", _unbound(blocks, self.origin)),
-                ("norms match the gradients", _unlikely(blocks, self._band(dim))),
-                ("every id once, in data order", _other_ids(blocks, whole, self.ids)),
+                ("every id once, in data order", _other_ids(names, merged, self.ids)),
             ],
         )
+        ranks = self._digests[dim]
         if len(ranks) == self.origin.world_size:
-            self._add(f"dim{dim}", folder, [("every row comes from a rank", _not_from(blocks, ranks))])
-        self._keep(blocks, whole, dim)
+            self._add(name, folder, [("every row comes from a rank", _not_from(names, merged, ranks))])
 
     def recomputed(self, maker: RowMaker, positions: Sequence[int]) -> None:
         """Recompute the rows of some samples, and compare them with all their stored rows.
@@ -176,6 +189,42 @@ class Audit:
                 raise BadInput(f"the check {entry.name} ({entry.value}) raised {error!r}") from error
             self.checks.append(Check(entry.name, f"{self.collection}", problems))
 
+    def _rows(self, name: str, names: Names, dim: int) -> Listed | None:
+        """Check each row of a block; add the block to ``stored`` if it is readable."""
+        listed, problems = None, Problems([], [], [])
+        if names.exist():
+            try:
+                rows = BoundRows(names, dim, self.origin)
+            except BadInput as error:
+                problems.unreadable.append(str(error))
+            else:
+                problems = _examined(rows, self._band(dim))
+                if not problems.unreadable:
+                    listed = Listed(rows.ids, rows.meta)
+                    self.stored.append(Stored(names, dim, store.read(names)))
+        self._add(
+            name,
+            names.rows.parent,
+            [
+                ("files readable, counts equal, rows finite", problems.unreadable),
+                ("row i belongs to id i", problems.unbound),
+                ("norms match the gradients", problems.unlikely),
+            ],
+        )
+        return listed
+
+    def _listed(self, name: str, names: Names) -> Listed | None:
+        """Check the ids and the metadata that a rank keeps of rows that have moved."""
+        listed, problems = None, []
+        try:
+            listed = Listed(store.read_ids(names.ids), store.read_meta(names.meta))
+            if listed.ids != listed.meta["sample_id"].to_pylist():
+                problems = [f"{names.ids} and {names.meta} have different ids"]
+        except BadInput as error:
+            problems = [str(error)]
+        self._add(name, names.ids.parent, [("files readable, counts equal", problems)])
+        return listed
+
     def _ranks(self) -> list[Path]:
         return [self.collection / f"rank_{rank}" for rank in range(self.origin.world_size)]
 
@@ -189,10 +238,6 @@ class Audit:
 
     def _add(self, name: str, folder: Path, labelled: Sequence[tuple[str, Iterable[str]]]) -> None:
         self.checks += [Check(f"{name}: {label}", f"{folder}", list(problems)) for label, problems in labelled]
-
-    def _keep(self, blocks: dict[Names, Block], whole: Names, dim: int) -> None:
-        if whole in blocks:
-            self.stored.append(Stored(whole, dim, blocks[whole]))
 
 
 def _other_documents(documents: Sequence[str], ids: Sequence[str], to_the_end: bool) -> Iterator[str]:
@@ -213,71 +258,52 @@ def _other_documents(documents: Sequence[str], ids: Sequence[str], to_the_end: b
         yield f"sample {ids[position]!r} belongs to no document"
 
 
-def _missing(names: Sequence[Names]) -> list[str]:
-    return [f"{path} is missing" for block in names for path in block if not path.is_file()]
+def _missing(files: Iterable[Path]) -> list[str]:
+    return [f"{path} is missing" for path in files if not path.is_file()]
 
 
-def _strange(folder: Path, ends: Sequence[int]) -> list[str]:
-    return [f"{folder} has files of an unexpected block {end}" for end in store.parts(folder) if end not in ends]
+def _unjoined(folder: Path) -> list[str]:
+    ends = store.parts(folder)
+    return [f"{folder} has files of the blocks {', '.join(map(str, ends))}: collect again to join them"] if ends else []
 
 
-def _read(names: Sequence[Names], dim: int, origin: Provenance) -> tuple[dict[Names, Block], list[str]]:
-    """Read blocks; return those that are readable, and the problems of the others."""
-    blocks, problems = {}, []
-    for block_names in names:
-        if not block_names.exist():
-            continue
-        try:
-            block = store.read(block_names)
-            store.check_type(block_names.rows, block.codec, origin, dim)
-        except BadInput as error:
-            problems.append(str(error))
-            continue
-        if not torch.isfinite(block.rows).all():
-            problems.append(f"{block_names.rows} has entries that are not finite")
-        else:
-            blocks[block_names] = block
-    return blocks, problems
+def _examined(rows: BoundRows, band: Band) -> Problems:
+    """Check each row of a block, in pieces: its numbers, its digest, and its norm.
 
-
-def _unbound(blocks: dict[Names, Block], origin: Provenance) -> Iterator[str]:
-    for names, block in blocks.items():
-        yield from store.unbound(names, block, origin.identity)
-
-
-def _unlikely(blocks: dict[Names, Block], band: Band) -> Iterator[str]:
-    """Yield rows whose norm is implausible for a random projection of the gradient: a χ² test of each row."""
-    for names, block in blocks.items():
-        squares = block.rows.double().square().sum(1).tolist()
-        for row, (square, norm) in enumerate(zip(squares, block.meta["norm"].to_pylist(), strict=True)):
+    Its norm must be plausible for a random projection of the gradient: a χ² test of each row.
+    """
+    infinite, wrong, unlikely = False, list[int](), list[str]()
+    for first in range(0, len(rows.ids), height := max(1, PIECE_BYTES // (4 * rows.codec.dim))):
+        piece = rows.block(first, min(first + height, len(rows.ids)))
+        decoded = piece.rows
+        infinite = infinite or not bool(torch.isfinite(decoded).all())
+        wrong += [first + row for row in store.mismatched(piece, rows.identity)]
+        squares = decoded.double().square().sum(1).tolist()
+        for row, (square, norm) in enumerate(zip(squares, piece.meta["norm"].to_pylist(), strict=True), first):
             ratio = square / norm**2 if norm else 0.0
             if norm and not band.low <= ratio <= band.high:
                 comparison = f"{ratio:.3g} times that of its gradient, outside {band.low:.3g} to {band.high:.3g}"
-                yield f"{names.rows}: row {row} of {block.ids[row]!r} has a squared norm {comparison}"
+                unlikely.append(f"{rows.path}: row {row} of {rows.ids[row]!r} has a squared norm {comparison}")
             elif not norm and square:
-                yield f"{names.rows}: row {row} of {block.ids[row]!r} is not zero, but its gradient is"
+                unlikely.append(f"{rows.path}: row {row} of {rows.ids[row]!r} is not zero, but its gradient is")
+    if infinite:
+        return Problems([f"{rows.path} has entries that are not finite"], [], [])
+    return Problems([], store.unbound(rows.names, rows.ids, wrong, len(rows.ids)), unlikely)
 
 
-def _not_joined(blocks: dict[Names, Block], whole: Names) -> Iterator[str]:
-    """Check that the whole is the parts concatenated; comparing the tables suffices, since rows are bound."""
-    parts = [block.meta for names, block in blocks.items() if names != whole]
-    if whole in blocks and parts and pa.concat_tables(parts) != blocks[whole].meta:
-        yield f"{whole.meta} is not the concatenation of the blocks"
-
-
-def _other_ids(blocks: dict[Names, Block], whole: Names, ids: Sequence[str]) -> Iterator[str]:
-    if whole in blocks:
-        for row, (have, want) in enumerate(zip_longest(blocks[whole].ids, ids)):
+def _other_ids(names: Names, listed: Listed | None, ids: Sequence[str]) -> Iterator[str]:
+    if listed is not None:
+        for row, (have, want) in enumerate(zip_longest(listed.ids, ids)):
             if have != want:
-                yield f"{whole.ids}: row {row} is {have!r}, not {want!r}"
+                yield f"{names.ids}: row {row} is {have!r}, not {want!r}"
 
 
-def _not_from(blocks: dict[Names, Block], ranks: Sequence[Block]) -> Iterator[str]:
-    known = {digest for block in ranks for digest in block.meta["digest"].to_pylist()}
-    for names, block in blocks.items():
-        for row, digest in enumerate(block.meta["digest"].to_pylist()):
+def _not_from(names: Names, merged: Listed | None, ranks: Sequence[Sequence[str]]) -> Iterator[str]:
+    if merged is not None:
+        known = {digest for digests in ranks for digest in digests}
+        for row, (id_, digest) in enumerate(zip(merged.ids, merged.digests, strict=True)):
             if digest not in known:
-                yield f"{names.rows}: no rank wrote row {row} for {block.ids[row]!r}"
+                yield f"{names.rows}: no rank wrote row {row} for {id_!r}"
 
 
 def _denied(folder: Path, expected: dict[str, Any]) -> Iterator[str]:

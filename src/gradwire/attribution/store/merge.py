@@ -1,17 +1,16 @@
-"""Merging of the ranks' rows: one row per sample, in data order, with duplicates compared.
+"""Merging of blocks: a rank's blocks into all its rows, and the ranks' rows into one per sample, in data order.
 
-Ids and tables are kept in memory. Rows are copied in chunks from the ranks' files to the merged file: a thread reads
+Ids and tables are kept in memory. Rows are copied in chunks from the sources' files to the merged file: a thread reads
 them and another verifies them, while the caller writes.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, chain, pairwise
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,7 @@ class Merged:
     """The merged view of several sources.
 
     Attributes:
-        sources: The ranks' rows.
+        sources: The blocks, or the ranks' rows.
         ids: Every sample's id, in output order.
         places: The position of each sample's row, counted through all sources.
         duplicates: Number of rows that repeat another row of the same sample.
@@ -57,6 +56,11 @@ class Merged:
     def shape(self) -> tuple[int, int]:
         """The shape of the merged matrix."""
         return len(self.ids), self.sources[0].shape[1]
+
+    @cached_property
+    def in_order(self) -> bool:
+        """Whether the merged rows are those of the only source, in its order."""
+        return len(self.sources) == 1 and self.sources[0].ids == list(self.ids)
 
     @cached_property
     def meta(self) -> pa.Table:
@@ -92,31 +96,59 @@ class Merged:
 
     def _shares(self, places: NDArray[np.int64]) -> Iterator[tuple[BoundRows, list[int], list[int]]]:
         """Yield each source that has some of these rows: which of them, and their positions in the source."""
-        for source, (start, end) in zip(self.sources, pairwise(starts(self.sources)), strict=True):
-            here = np.flatnonzero((start <= places) & (places < end))
-            if len(here):
-                yield source, here.tolist(), (places[here] - start).tolist()
+        begins = starts(self.sources)
+        numbers = np.searchsorted(begins, places, side="right") - 1
+        for number in np.unique(numbers).tolist():
+            here = np.flatnonzero(numbers == number)
+            yield self.sources[number], here.tolist(), (places[here] - begins[number]).tolist()
 
 
-def read_rank(folder: Path, dim: int, origin: Provenance) -> BoundRows:
-    """Open all rows of a rank.
+def read_ranks(collection: Path, dim: int, origin: Provenance) -> list[BoundRows]:
+    """Open all rows of each rank, or the merged block that they have moved to.
 
     Raises:
         BadInput: If they are missing, damaged or of a different width.
     """
-    names = store.all_names(folder)
-    if not names.exist():
-        raise BadInput(f"{folder} is missing or incomplete; run `gradwire grads collect` again to resume.")
-    return BoundRows(names, dim, origin)
+    ranks = range(origin.world_size)
+    if any(store.moved(collection, rank, dim) for rank in ranks):
+        return [BoundRows(store.merged_names(collection, dim), dim, origin)]
+    blocks = [store.rank_names(collection, rank, dim) for rank in ranks]
+    for names in blocks:
+        if not names.exist():
+            raise BadInput(
+                f"{names.rows.parent} is missing or incomplete; run `gradwire grads collect` again to resume."
+            )
+    return [BoundRows(names, dim, origin) for names in blocks]
+
+
+def join(collection: Path, rank: int, dim: int, ids: Sequence[str], origin: Provenance) -> None:
+    """Merge a rank's blocks into one of all its rows, and delete them.
+
+    Args:
+        collection: The collection folder.
+        rank: The rank.
+        dim: Width of the rows.
+        ids: The ids of the rank's rows, in their order.
+        origin: Provenance of the collection.
+
+    Raises:
+        BadInput: If a block is damaged or of another collection.
+    """
+    folder = store.rank_folder(collection, rank, dim)
+    if not store.collected(collection, rank, dim):
+        blocks = [BoundRows(store.part_names(folder, end), dim, origin) for end in origin.ends()]
+        write(merge(blocks, ids, 0.0), store.all_names(folder))
+    for path in chain.from_iterable(store.part_names(folder, end) for end in store.parts(folder)):
+        path.unlink(missing_ok=True)
 
 
 def merge(sources: Sequence[BoundRows], ids: Sequence[str], tolerance: float) -> Merged:
-    """Find every sample's row.
+    """Find every id's row.
 
     A padded sampler assigns some samples to two ranks. Their rows must agree, and the first one is used.
 
     Args:
-        sources: One per rank.
+        sources: The blocks of a rank, or the rows of all ranks.
         ids: Every sample's id, in output order.
         tolerance: Largest allowed difference between two rows of a sample, relative to their norm.
 
@@ -138,9 +170,9 @@ def merge(sources: Sequence[BoundRows], ids: Sequence[str], tolerance: float) ->
     return Merged(sources, ids, places, duplicates, deviation)
 
 
-def starts(sources: Sequence[BoundRows]) -> list[int]:
-    """Return the position of each source's first row, counted through all sources, and the number of all rows."""
-    return list(accumulate((len(source.ids) for source in sources), initial=0))
+def starts(sources: Sequence[BoundRows]) -> NDArray[np.int64]:
+    """Return the position of each source's first row, counted through all sources."""
+    return np.cumsum([0, *(len(source.ids) for source in sources[:-1])])
 
 
 def _apart(sources: Sequence[BoundRows], left: int, right: int) -> float:
@@ -149,8 +181,8 @@ def _apart(sources: Sequence[BoundRows], left: int, right: int) -> float:
 
 def _stored(sources: Sequence[BoundRows], place: int) -> Tensor:
     begins = starts(sources)
-    number = bisect_right(begins, place) - 1
-    return torch.from_numpy(sources[number].take_stored([place - begins[number]]))
+    number = int(np.searchsorted(begins, place, side="right")) - 1
+    return torch.from_numpy(sources[number].take_stored([place - int(begins[number])]))
 
 
 def _check_complete(collected: Set[str], ids: Sequence[str]) -> None:
@@ -167,27 +199,31 @@ def named(ids: Set[str]) -> str:
     return f"{some} ({len(ids)} in all)"
 
 
-def write(merged: Merged, names: Names, further: Sequence[Path]) -> dict[str, str]:
+def write(merged: Merged, names: Names, further: Sequence[Path] = (), *, move: bool = False) -> dict[str, str]:
     """Write the merged rows to all files in one pass, then their table and ids; return each file's checksum.
 
     Args:
         merged: The rows.
         names: The files of the block.
         further: Optional files to write: of `provenance.FURTHER`.
+        move: Whether to rename a source's file, if it has the merged rows in their order, instead of copying it.
     """
-    for name in FURTHER:  # left by a killed call with other flags
+    for name in (names.rows.name, *FURTHER):  # left by a killed call with other flags
         remove_leftovers(names.rows.with_name(name))
+    move = move and merged.in_order
     with ExitStack() as stack:
         codec = merged.sources[0].codec
-        rows = stack.enter_context(row_file.tensor_writer(names.rows, merged.shape, codec.name))
         writers = {path: stack.enter_context(row_file.writer(path, merged.shape, merged.ids)) for path in further}
+        rows = None if move else stack.enter_context(row_file.tensor_writer(names.rows, merged.shape, codec.name))
         for chunk in merged.chunks():
-            rows.append(chunk)
+            if rows is not None:
+                rows.append(chunk)
             decoded = merged.sources[0].decoded(chunk) if writers else chunk
             for path, writer in writers.items():
                 writer.append(row_file.normalized(decoded) if path.name == NORMALIZED else decoded)
     store.write_metadata(names, merged.meta, merged.ids)
-    checksums = {
-        path: raw.sha256.hexdigest() for path, raw in ({names.rows: rows} | writers).items() if isinstance(raw, Raw)
-    }
+    if move:
+        merged.sources[0].path.replace(names.rows)
+    streams = [*writers.items(), (names.rows, rows)]
+    checksums = {path: raw.sha256.hexdigest() for path, raw in streams if isinstance(raw, Raw)}
     return {path.name: checksums.get(path) or sha256_file(path) for path in [*names, *further]}

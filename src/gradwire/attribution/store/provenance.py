@@ -22,6 +22,9 @@ FILES = ("all_orig.pt", "all_ids.pkl", "all_meta.parquet")  # of `store.all_name
 NORMALIZED = "all_normalized.pt"
 EXPORTS = {"safetensors": "all_orig.safetensors", "parquet": "all_orig.parquet"}
 FURTHER = (NORMALIZED, *EXPORTS.values())
+# Largest difference between two computations of a row, relative to its norm: float32 sums in different order, with a
+# wide margin. Adam may divide by rounding noise, and signs may flip for entries near the noise level.
+TOLERANCE = {"sgd": 1e-4, "adam": 5e-3, "sign": 1e-2, "ekfac": 1e-2}
 Positive = Annotated[int, Field(ge=1, lt=2**63)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
 Record = TypeVar("Record", bound="Provenance")

@@ -126,14 +126,20 @@ class BoundRows(RowFile):
 
     def stored(self, first: int, last: int) -> NDArray[Any]:
         """The rows of ``range(first, last)`` as they are stored."""
-        rows = super().stored(first, last)
-        meta = self.meta.slice(first, last - first)
-        self.check(store.Block(torch.from_numpy(rows), self.ids[first:last], meta, self.codec), range(first, last))
-        return rows
+        block = self.block(first, last)
+        self.check(block, range(first, last))
+        return block.stored.numpy()
+
+    def block(self, first: int, last: int) -> store.Block:
+        """The rows of ``range(first, last)`` with their ids and metadata, unverified."""
+        rows = torch.from_numpy(super().stored(first, last))
+        return store.Block(rows, self.ids[first:last], self.meta.slice(first, last - first), self.codec)
 
     def check(self, block: store.Block, positions: Sequence[int]) -> None:
         """Check the rows read at ``positions`` against their digests."""
-        store.check_bound(self.names, block, self.identity, positions)
+        if wrong := [positions[row] for row in store.mismatched(block, self.identity)]:
+            problem, *_ = store.unbound(self.names, self.ids, wrong, len(positions))
+            raise BadInput(f"{problem}; delete these files and collect again.")
 
 
 class Writer(Protocol):

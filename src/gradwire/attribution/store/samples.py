@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Iterable
 from itertools import accumulate
 from pathlib import Path
 
@@ -95,6 +96,14 @@ def samples(provenance: Provenance) -> Shards | Tokens:
             f"{len(available)} samples: the file was changed; collect the gradients again."
         )
     return available
+
+
+def longest_first(samples: Shards | Tokens, positions: Iterable[int]) -> list[int]:
+    """Order positions by the length of their samples, so that a batch has little padding.
+
+    The longest come first, so that what does not fit into memory fails at once; equal ones in the order given.
+    """
+    return sorted(positions, key=lambda position: -len(samples[position].input_ids))
 
 
 def row_ids(provenance: Provenance, shards: Shards | Tokens) -> list[str]:

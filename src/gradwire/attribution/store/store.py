@@ -1,10 +1,11 @@
 """The gradient store: blocks of rows with ids and metadata, three files per block.
 
 ``rank_<r>/dim<D>/grads-<N>.pt, ids-<N>.pkl, meta-<N>.parquet`` hold the rows a rank collected since its last block,
-where N counts its samples so far. ``all_orig.pt, all_ids.pkl, all_meta.parquet`` hold all rows of a rank and, in
-``dim<D>/`` of the collection folder, one row for every sample of the data. Row i belongs to id i: a digest in ``meta``
-covers the row, its id and metadata, and the provenance of the collection. ``.pt`` files hold a float32 matrix, or
-``{"type": name, "dim": D, "rows": uint8 matrix}`` of another of the `row_types`.
+where N counts its samples so far. ``all_orig.pt, all_ids.pkl, all_meta.parquet`` hold all rows of a rank, in place of
+its blocks, and, in ``dim<D>/`` of the collection folder, one row for every sample of the data. A row is in one place:
+once it is merged, the rank keeps its id and its metadata only. Row i belongs to id i: a digest in ``meta`` covers the
+row, its id and metadata, and the provenance of the collection. ``.pt`` files hold a float32 matrix, or ``{"type": name,
+"dim": D, "rows": uint8 matrix}`` of another of the `row_types`.
 """
 
 from __future__ import annotations
@@ -134,6 +135,27 @@ def all_names(folder: Path) -> Names:
     return Names(folder / "all_orig.pt", folder / "all_ids.pkl", folder / "all_meta.parquet")
 
 
+def merged_names(collection: Path, dim: int) -> Names:
+    """Return the files of a collection's merged block."""
+    return all_names(collection / f"dim{dim}")
+
+
+def rank_names(collection: Path, rank: int, dim: int) -> Names:
+    """Return the files of all rows of a rank; the rows may have moved to the merged block."""
+    return all_names(rank_folder(collection, rank, dim))
+
+
+def moved(collection: Path, rank: int, dim: int) -> bool:
+    """Whether a rank's rows are in the merged block."""
+    return not rank_names(collection, rank, dim).rows.is_file() and merged_names(collection, dim).exist()
+
+
+def collected(collection: Path, rank: int, dim: int) -> bool:
+    """Whether all rows of a rank are there."""
+    names = rank_names(collection, rank, dim)
+    return names.exist() or (names.ids.is_file() and names.meta.is_file() and moved(collection, rank, dim))
+
+
 def parts(folder: Path) -> list[int]:
     """Return every N with at least one block file, in ascending order."""
     matches = (re.fullmatch(r"(?:grads|ids|meta)-(\d+)\.(?:pt|pkl|parquet)", path.name) for path in folder.glob("*-*"))
@@ -173,31 +195,19 @@ def mismatched(block: Block, identity: str) -> list[int]:
     return [row for row, (stored, expected) in enumerate(zip(noted, computed, strict=True)) if stored != expected]
 
 
-def unbound(names: Names, block: Block, identity: str, positions: Sequence[int] | None = None) -> list[str]:
+def unbound(names: Names, ids: Sequence[str], wrong: Sequence[int], read: int) -> list[str]:
     """Describe the rows of a block that do not match their digests.
 
     Args:
         names: The block's files.
-        block: The block, or some rows of it.
-        identity: `Provenance.identity` of the collection.
-        positions: Where these rows are in the files; None for all rows.
+        ids: The ids of all its rows.
+        wrong: The positions of these rows.
+        read: Number of rows that were read.
     """
-    wrong = mismatched(block, identity)
-    places = range(len(block.ids)) if positions is None else positions
     files = f"{names.rows} with {names.ids} and {names.meta}"
-    if wrong and len(wrong) == len(block.ids):
+    if wrong and len(wrong) == read:
         return [f"{files}: no row is of this collection: the files belong to another, or its provenance was edited"]
-    return [f"{files}: row {places[row]} is not what was collected for {block.ids[row]!r}" for row in wrong]
-
-
-def check_bound(names: Names, block: Block, identity: str, positions: Sequence[int] | None = None) -> None:
-    """Check that the rows of a block match their digests; arguments as for `unbound`.
-
-    Raises:
-        BadInput: If a row does not match.
-    """
-    if wrong := unbound(names, block, identity, positions):
-        raise BadInput(f"{wrong[0]}; delete these files and collect again.")
+    return [f"{files}: row {row} is not what was collected for {ids[row]!r}" for row in wrong]
 
 
 def write(names: Names, block: Block) -> None:
@@ -237,17 +247,6 @@ def read(names: Names) -> Block:
     stored, codec = read_stored(names.rows)
     block = Block(stored, read_ids(names.ids), read_meta(names.meta), codec)
     check_counts(names, [len(block.stored), len(block.ids), len(block.meta)])
-    return block
-
-
-def read_bound(names: Names, identity: str) -> Block:
-    """Read a block and check its digests.
-
-    Raises:
-        BadInput: As `read` and `check_bound`.
-    """
-    block = read(names)
-    check_bound(names, block, identity)
     return block
 
 

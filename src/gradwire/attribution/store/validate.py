@@ -64,12 +64,8 @@ def main(options: Options) -> None:
 
 def _audit(options: Options) -> Audit:
     """Run the selected checks; by default those of the ranks and of the merged rows."""
-    import torch
-
-    from gradwire.attribution.collect.rows import RowMaker
     from gradwire.attribution.store.checks import Audit
     from gradwire.attribution.store.samples import samples
-    from gradwire.comm.collectives import world
 
     origin = _origin(options)
     dims = options.dim or origin.dims
@@ -87,6 +83,11 @@ def _audit(options: Options) -> Audit:
             audit.aggregated(dim)
     audit.custom()
     if options.recompute and not any(check.problems for check in audit.checks):  # else the provenance is in doubt
+        import torch
+
+        from gradwire.attribution.collect.rows import RowMaker
+        from gradwire.comm.collectives import world
+
         drawn = random.Random(options.seed).sample(range(origin.samples), min(options.recompute, origin.samples))
         device = world.choose("auto", options.device, 1, world.detect_gpus()).device_type
         exact = origin.model_copy(update={"store": "float32"})

@@ -1,0 +1,71 @@
+"""Peak memory, processor seconds and disk of each verb of a gradient store, over numbers of rows.
+
+    python benchmarks/store_memory.py FOLDER [ROWS ...]
+
+FOLDER gets 100,000 documents of log-normal lengths, an untrained model of 25,056 parameters, and a store per number of
+rows, of 8,192 columns. Each verb is a process of its own, on one thread.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from pathlib import Path
+
+from gradwire.base.files import write_json
+
+DIM, WORDS = 8192, ["gradient", "sample", "wire", "rank", "shard", "token", "id", "row", "byte", "sum"]
+
+
+def prepare(folder: Path) -> None:
+    """Write the shards and the model."""
+    from gradwire.lm.data.tokenization import tokenize
+    from gradwire.lm.data.tokenizer import load
+    from gradwire.lm.models import causal
+
+    draw = random.Random(0)
+    lengths = [max(2, min(60, int(draw.lognormvariate(2, 0.8)))) for _ in range(100_000)]
+    documents = [
+        {"id": f"d{number}", "title": WORDS[number % 10], "text": " ".join(draw.choices(WORDS, k=length))}
+        for number, length in enumerate(lengths)
+    ]
+    write_json(folder / "corpus.json", documents)
+    options = {"vocab_size": 290, "max_length": 64, "shard_size": 4096, "val_fraction": 0.0001, "dataset": "words"}
+    tokenize(folder / "corpus.json", folder / "data", tokenizer="bpe", **options)
+    model = causal.build("micro", load(folder / "data/tokenizer").vocab_size, 64, seed=3)
+    causal.save(model.state_dict(), model.config, folder / "data/tokenizer", folder / "model", {"steps": 0})
+
+
+def measured(words: list[str]) -> tuple[float, float]:
+    """Run a verb; return its peak resident memory in MB, and its processor seconds."""
+    entry = [sys.executable, "-c", "from gradwire.cli import entry; entry()", "grads", *words]
+    child = os.posix_spawn(entry[0], entry, {**os.environ, "OMP_NUM_THREADS": "1"})
+    _, status, usage = os.wait4(child, 0)
+    if status:
+        sys.exit(f"{' '.join(words)} failed")
+    return usage.ru_maxrss / 1024, usage.ru_utime + usage.ru_stime
+
+
+def main(folder: Path, counts: list[int]) -> None:
+    """Print a line for each verb and number of rows."""
+    if not (folder / "model").is_dir():
+        prepare(folder)
+    model, shards = str(folder / "model"), str(folder / "data/shards")
+    for count in counts:
+        run, dim = str(folder / f"rows-{count}"), str(DIM)
+        data = ["--model_dir", model, "--data_path", shards, "--max_samples", str(count), "--device", "cpu"]
+        for words in (
+            ["collect", *data, "--output_path", run, "--dim", dim],
+            ["aggregate", "--base_path", run, "--dim", dim],
+            ["validate", "--output_dir", run],
+            ["query", "--store", f"{run}/dim{dim}", "--sample_id", "d7"],
+        ):
+            memory, seconds = measured(words)
+            disk = sum(file.stat().st_blocks * 512 for file in Path(run).rglob("*") if file.is_file())
+            share = disk / (4 * DIM * count)
+            print(f"| {count:,} | {words[0]} | {memory:.0f} | {seconds:.1f} | {share:.3f} |", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), [int(count) for count in sys.argv[2:]] or [1_000, 10_000, 100_000])
