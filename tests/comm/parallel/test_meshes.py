@@ -378,14 +378,55 @@ def test_local_updates_between_the_islands_of_a_users_mesh(world):
         assert all(torch.equal(got[name], parameter) for name, parameter in parameters.items())
 
 
+def accumulated(rank, world, group, stack, case):
+    """Parameters and traffic of steps of three micro-batches, of which only the last is averaged over the replicas."""
+    model, sample = STACKS[stack](world)
+    optimizer, compression = compressed(model, case)
+    start = values(model)
+    for step in range(STEPS):
+        for micro in range(3):
+            model.set_requires_all_reduce(micro == 2)
+            loss_of(model, sample, 10 * step + micro).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return start, values(model), None if compression is None else compression.traffic
+
+
+@pytest.mark.parametrize("stack", ["hsdp", "replicate"])
+def test_micro_batches_without_an_all_reduce_count_in_the_next_one(world, stack):
+    exact, none, int8, once = (
+        world(4).run(accumulated, stack, None),
+        world(4).run(accumulated, stack, "none"),
+        world(4).run(accumulated, stack, "int8"),
+        world(4).run(trained, stack, "int8"),
+    )
+    for (start, expected, _), (_, same, _), (_, close, traffic), (_, _, single) in zip(
+        exact, none, int8, once, strict=True
+    ):
+        moved = sum(float((expected[name] - start[name]).norm()) for name in start)
+        for got, bound in ((same, 1e-5), (close, 0.02)):
+            assert sum(float((expected[name] - got[name]).norm()) for name in start) < bound * moved
+        assert traffic["sent"] == single["sent"], "one all-reduce per step"
+
+
+def unfinished(rank, world, group):
+    """The message of a step that ends while the all-reduce is switched off."""
+    model, sample = hsdp(world, 2)
+    optimizer, _ = compressed(model, "int8")
+    loss_of(model, sample, 0).backward()
+    model.set_requires_all_reduce(False)
+    loss_of(model, sample, 1).backward()
+    with pytest.raises(RunFault) as refusal:
+        optimizer.step()
+    return str(refusal.value)
+
+
+def test_a_step_without_its_all_reduce_is_refused(world):
+    assert all("have gradients that were not reduced" in message for message in world(4).run(unfinished))
+
+
 def refusals(rank, world, group):
     """The message of everything that is refused."""
-
-    def no_all_reduce():
-        model, sample = hsdp(world, 2)
-        compressed(model, "int8")
-        model.set_requires_all_reduce(False)
-        loss_of(model, sample, 0).backward()
 
     def hooked_before():
         model, _ = hsdp(world, 2)
@@ -407,7 +448,6 @@ def refusals(rank, world, group):
         "narrow parameters": narrow,
         "inside without islands": lambda: compressed(hsdp(world, 1)[0], "int8 inside"),
         "inside of DDP": lambda: compressed(DistributedDataParallel(net()), "int8 inside"),
-        "no all-reduce": no_all_reduce,
         "a user's all-reduce": hooked_before,
         "local updates, tp": lambda: local_updates("tp x fsdp"),
         "local updates, experts": lambda: local_updates("experts"),
@@ -427,7 +467,6 @@ def test_refusals_name_the_dimension(world):
         "inside of DDP": "inside is the compressor inside islands",
         "rows of tensor parallelism": "granularity row encodes all parameters of a rank together",
         "narrow parameters": "MixedPrecisionPolicy converts",
-        "no all-reduce": "accumulate with set_requires_gradient_sync(False)",
         "a user's all-reduce": "has an all-reduce hook already",
         "local updates, tp": "no tensor or expert parallelism",
         "local updates, experts": "no tensor or expert parallelism",

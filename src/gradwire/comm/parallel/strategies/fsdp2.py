@@ -79,6 +79,7 @@ class FSDP2(Strategy):
         self.framework: dict[str, Any] = {"reshard_after_forward": reshard_after_forward, "mp_policy": mp_policy}
         self.param_compress = param_compress
         self._groups: list[weakref.ref[ParameterGroup]] = []  # of the hooked model, which holds them
+        self._all_reduces: list[weakref.ref[AllReduce]] = []  # likewise
         self._ignored: set[str] = set()  # trainable, and not reduced: fully_shard's ignored_params; experts of one rank
         self._accumulating = False  # the last micro-batch was not the last one before the optimizer step
 
@@ -125,7 +126,9 @@ class FSDP2(Strategy):
                 if self.averages:
                     if group.replicas is not None:
                         group.drop_replicas()
-                    group.set_all_reduce_hook(AllReduce(between, end, group))
+                    all_reduce = AllReduce(between, end, group)
+                    self._all_reduces.append(weakref.ref(all_reduce))
+                    group.set_all_reduce_hook(all_reduce)
         self._ignored = trainable(wrapped).keys() - reduced
         for (level, kind), numel in sizes.items():
             level.prepare(kind, numel)
@@ -136,9 +139,14 @@ class FSDP2(Strategy):
         return {name: p for name, p in trainable(wrapped).items() if name not in self._ignored}
 
     def held_back(self, wrapped: nn.Module) -> list[str]:
-        """Return the parameters with a gradient that was not reduced, as `set_requires_gradient_sync` leaves it."""
+        """Return the parameters with a gradient that was not reduced.
+
+        `set_requires_gradient_sync` and `set_requires_all_reduce` leave them.
+        """
         groups = (group() for group in self._groups)
-        return [name for group in groups if group is not None for name in group.waiting]
+        hooks = (hook() for hook in self._all_reduces)
+        waiting = [name for group in groups if group is not None for name in group.waiting]
+        return waiting + [name for hook in hooks if hook and hook.kept is not None for name in hook.parameters]
 
     def reduced_numel(self, wrapped: nn.Module) -> int:
         """Count parameters padded to a multiple of W rows."""
@@ -288,34 +296,41 @@ class Row:
 
 
 class AllReduce:
-    """The reducer's all-reduce of a group's shards over the replicas, as FSDP2's hook; complete when the pass ends."""
+    """The reducer's all-reduce of a group's shards over the replicas, as FSDP2's hook; complete when the pass ends.
+
+    Attributes:
+        kept: The sum of the shards of micro-batches under ``set_requires_all_reduce(False)``; None without any.
+    """
 
     def __init__(self, reducer: Reducer, end: EndOfBackward, parameters: ParameterGroup) -> None:
         self.reducer = reducer
         self.end = end
         self.parameters = parameters
+        self.kept: Tensor | None = None
         self.row = cache(partial(Row, shards=parameters.shards, replicas=reducer.world))
 
     def __call__(self, shard: Tensor) -> None:
         """Replace a shard of the mean over one replica's ranks with the mean over the replicas.
 
-        Where the model's owner has set the factor that divides sums, it is their sum: FSDP2 has divided by it.
+        Where the model's owner has set the factor that divides sums, it is their sum: FSDP2 has divided by it. While
+        the all-reduce is switched off, the shard is kept for the next one, and zeros are added to the gradients.
 
         Raises:
-            RunFault: If FSDP2 left a parameter without a gradient out, as before torch 2.13, which cannot reduce zeros;
-                or if the all-reduce is switched off.
+            RunFault: If FSDP2 left a parameter without a gradient out, as before torch 2.13, which cannot reduce zeros.
         """
-        if not self.parameters.averages_replicas:
-            raise RunFault(
-                "set_requires_all_reduce(False) would leave gradients that are means over some ranks only, and a "
-                "reducer averages over all: accumulate with set_requires_gradient_sync(False)."
-            )
         row = self.row(tuple(self.parameters.trained.items()))
         if shard.numel() != row.numel:
             raise RunFault(
                 f"a shard of gradients has {shard.numel()} elements, but {row.numel} were expected "
                 f"({', '.join(row.parameters)}); did a parameter get no gradient?"
             )
+        if self.kept is not None:
+            shard += self.kept
+            self.kept = None
+        if not self.parameters.averages_replicas:
+            self.kept = shard.clone()
+            shard.zero_()
+            return
         if not row.parameters:
             return
         scale = 1 if divide_factor(self.parameters) is None else self.reducer.world
