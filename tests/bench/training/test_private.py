@@ -26,9 +26,18 @@ from gradwire.attribution.persample.batch import losses_of, trainable
 from gradwire.attribution.persample.norms import coefficients
 from gradwire.base.errors import BadInput
 from gradwire.bench.config import Cell, Training, check_private
+from gradwire.bench.training import objective
 from gradwire.bench.training import settings as run_settings
 from gradwire.bench.training.measure import Clock
-from gradwire.bench.training.objective import Guarantee, Private, _derived, guarantee, noisy
+from gradwire.bench.training.objective import (
+    BYTES_PER_POINT,
+    Guarantee,
+    Private,
+    _derived,
+    grid_points,
+    guarantee,
+    noisy,
+)
 from gradwire.bench.training.step import Feed, Preemption, Stepper, micro_batches
 from gradwire.comm.collectives import Reducer
 from gradwire.comm.collectives.world import World
@@ -192,18 +201,37 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
     return float(optimize.brentq(excess, 0, 200))
 
 
+def test_epsilon_is_the_smaller_bound_of_the_accountants_whose_grid_fits(monkeypatch):
+    from opacus.accountants import PRVAccountant
+    from opacus.accountants.analysis.prv import PoissonSubsampledGaussianPRV
+
+    little = Guarantee(0.4, 1e-5, 0.005, 1)
+    spent = little.spent(300)
+    assert spent.prv == pytest.approx(11.53, abs=0.01) and spent.rdp == pytest.approx(13.98, abs=0.01)
+    assert (spent.epsilon, spent.accountant) == (spent.prv, "prv")
+    domain = PRVAccountant()._get_domain([PoissonSubsampledGaussianPRV(0.005, 0.4)], [300], 0.01, 1e-8)
+    assert abs(grid_points(0.4, 0.005, 300, 1e-5) - domain.size) < 5
+    monkeypatch.setattr(objective, "LARGEST_GRID", BYTES_PER_POINT * (domain.size - 5))
+    assert little.spent(300) == (None, spent.rdp) and little.spent(300).accountant == "rdp"
+
+
+def test_a_grid_of_gigabytes_is_not_made():
+    spent = Guarantee(0.1, 1e-5, 0.05, 10).spent(60)
+    assert spent.prv is None and spent.epsilon == spent.rdp > 500
+    assert Guarantee(0.0, 1e-5, 0.05, 10).spent(60) == (None, None)
+    assert Guarantee(0.0, 1e-5, 0.05, 10).spent(60).epsilon is None
+
+
 def test_epsilon_is_the_accountants():
     shuffled = Guarantee(1.2, 1e-5, None, steps_per_epoch=10)
     for steps, epochs in ((1, 1), (10, 1), (11, 2), (30, 3)):  # a part of an epoch counts as a whole one
         exact = gaussian_epsilon(math.sqrt(epochs) / 1.2, 1e-5)
-        assert exact <= shuffled.epsilon(steps) <= exact + 0.03
+        assert exact <= shuffled.spent(steps).epsilon <= exact + 0.03
     poisson = Guarantee(1.0, 1e-5, 0.02, steps_per_epoch=10)
-    spent = [poisson.epsilon(steps) for steps in (1, 10, 100, 1000)]
+    spent = [poisson.spent(steps).epsilon for steps in (1, 10, 100, 1000)]
     assert spent == sorted(spent) and spent[0] > 0
     assert spent[-1] < gaussian_epsilon(math.sqrt(20), 1e-5), "amplified: cheaper than twenty epochs without it"
-    assert Guarantee(0.1, 1e-5, 0.05, 10).epsilon(60) > 500, "little noise is accounted too, and costs no gigabytes"
-    assert Guarantee(0.0, 1e-5, 0.05, 10).epsilon(60) is None
-    assert poisson.epsilon(0) == 0
+    assert poisson.spent(0).epsilon == 0
 
 
 def test_a_lossy_sum_is_accounted_by_what_one_rank_adds():
@@ -426,7 +454,7 @@ def test_without_noise_and_clipping_private_training_is_plain_training(world, tm
 def test_a_private_run_ends_with_its_budget(world, shards, tmp_path):
     rows, record = trained(world, 2, shards, tmp_path / "run", *PRIVATE, strategy="fsdp2")
     held = Shards(shards, "train")
-    wanted = Guarantee(0.8, 1e-5, 4 / len(held), 1).epsilon(SMALL["steps"])
+    wanted = Guarantee(0.8, 1e-5, 4 / len(held), 1).spent(SMALL["steps"]).epsilon
     assert record["epsilon"] == pytest.approx(wanted) and record["delta"] == 1e-5
     assert (record["noise_multiplier"], record["noise_multiplier_accounted"]) == (0.8, 0.8)
     assert (record["sampling"], record["adjacency"], record["accountant"]) == ("poisson", "zero-out", "prv")
@@ -450,7 +478,7 @@ def test_a_private_run_ends_with_its_budget(world, shards, tmp_path):
 def test_the_step_that_diverged_is_accounted(world, shards, tmp_path):
     rows, record = trained(world, 2, shards, tmp_path, *PRIVATE, strategy="ddp", lr=1e38)
     assert record["status"] == "diverged" and 0 < len(rows) < SMALL["steps"]
-    assert record["epsilon"] == Guarantee(0.8, 1e-5, 4 / len(Shards(shards, "train")), 1).epsilon(len(rows) + 1)
+    assert record["epsilon"] == Guarantee(0.8, 1e-5, 4 / len(Shards(shards, "train")), 1).spent(len(rows) + 1).epsilon
 
 
 @pytest.mark.parametrize("sampling", ["poisson", "shuffled"])

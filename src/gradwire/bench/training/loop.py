@@ -170,7 +170,7 @@ class Loop:
         """Add to a step's row the evaluation that is due after it."""
         training, guarantee = self.training, self.outcome.guarantee
         if self._evaluated(step) and guarantee and self.world.rank == 0:
-            row["epsilon"] = guarantee.epsilon(step + 1)
+            row["epsilon"] = guarantee.spent(step + 1).epsilon
         if due(training.eval_every, step) and step + 1 < training.steps:
             row["val_loss"] = self._validate().loss
             row["residual_norm"] = residual_norm(self.parts.reducer)

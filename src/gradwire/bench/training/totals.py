@@ -29,7 +29,7 @@ CODEC = (
 )
 PRIVACY = (
     *("epsilon", "delta", "noise_multiplier", "noise_multiplier_accounted", "clipped_fraction", "sampling"),
-    *("adjacency", "accountant"),
+    *("adjacency", "accountant", "epsilon_prv", "epsilon_rdp"),
 )
 
 
@@ -144,16 +144,18 @@ def private(settings: Settings, outcome: Outcome) -> Row:
     training, guarantee = settings.training, outcome.guarantee
     if guarantee is None:
         return dict.fromkeys(PRIVACY)
+    spent = guarantee.spent(len(outcome.rows) + (outcome.diverged is not None))
     samples, clipped = (total_of(outcome.rows, name) for name in ("samples", "clipped_samples"))
     values = (
-        guarantee.epsilon(len(outcome.rows) + (outcome.diverged is not None)),
+        spent.epsilon,
         guarantee.delta,
         training.dp_noise_multiplier,
         guarantee.multiplier,
         clipped / samples if samples else None,
         training.dp_sampling,
         ADJACENCY,
-        guarantee.accountant,
+        spent.accountant,
+        *spent,
     )
     return dict(zip(PRIVACY, values, strict=True))
 

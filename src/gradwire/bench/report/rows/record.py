@@ -165,6 +165,8 @@ class Result(Row):
     sampling: Text = None
     adjacency: Text = None
     accountant: Text = None
+    epsilon_prv: Number = None
+    epsilon_rdp: Number = None
     parameters: Count = None
     architecture: Text = None
     precision: str = "fp32"  # records from before the option have none
