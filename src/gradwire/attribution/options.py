@@ -10,7 +10,7 @@ from pydantic import Field
 from gradwire.base.flags import COUNT
 from gradwire.base.rank_env import Device
 from gradwire.base.strict import Strict
-from gradwire.lm.data.defaults import CHAT_FORMAT, LENGTH, ChatFormat, Split
+from gradwire.lm.data.defaults import CHAT_FORMAT, LENGTH, SKIP_INVALID, ChatFormat, Split
 
 if TYPE_CHECKING:
     from gradwire.lm.data.shards import Shards
@@ -89,6 +89,7 @@ class SampleOptions(Strict):
         None, description="tokens per sample of a corpus file (default: the model's)"
     )
     chat_format: ChatFormat | None = Field(None, description=CHAT_FORMAT)
+    skip_invalid: bool = Field(False, description=SKIP_INVALID)
     cache_dir: Path | None = Field(None, description="folder for a corpus file's shards (default: the user cache)")
 
     def samples(self, rank: int = 0) -> Shards:

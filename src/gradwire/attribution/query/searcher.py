@@ -275,7 +275,7 @@ def documents_of(ids: Sequence[str], corpus: Path) -> dict[str, Document]:
         BadInput: If a document is missing.
     """
     wanted = {id_: id_ for id_ in ids} | {document(id_): document(id_) for id_ in ids}
-    documents = {text.id: text for text in corpora.documents(corpus) if text.id in wanted}
+    documents = {text.id: text for text in corpora.documents(corpus, skipped=corpora.Invalid()) if text.id in wanted}
     missing = [id_ for id_ in ids if id_ not in documents and document(id_) not in documents]
     if missing:
         raise BadInput(f"{corpus} has no document of sample {missing[0]!r} ({len(missing)} such samples).")

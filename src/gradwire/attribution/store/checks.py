@@ -21,7 +21,10 @@ from gradwire.attribution.store.samples import Tokens, row_ids
 from gradwire.attribution.store.store import Block, Names
 from gradwire.base.errors import BadInput, bounded
 from gradwire.lm.data import corpus
+from gradwire.lm.data.chats import chosen, kind
+from gradwire.lm.data.corpus import Document
 from gradwire.lm.data.shards import Shards
+from gradwire.lm.data.tokenizer import chat_template
 from gradwire.lm.data.writer import split_of
 
 if TYPE_CHECKING:
@@ -98,12 +101,20 @@ class Audit:
         meta = self.shards.meta
         if corpus.sha256(path) != meta["dataset_digest"]:
             raise BadInput(f"the corpus {path} is not that of the collection; pass the original as --corpus.")
-        documents = (document.id for document in corpus.documents(path))
+        documents = (document.id for document in self._documents(path))
         meant = [id_ for id_ in documents if split_of(id_, meta["val_fraction"]) == meta["split"]]
         count, shards = self.origin.samples, self.shards
         ids = shards.sample_ids(count) if isinstance(shards, Tokens) else self.samples
         problems = _other_documents(meant, ids, count == len(shards))
         self.checks.append(Check("every document of the corpus has samples", f"{path}", list(problems)))
+
+    def _documents(self, path: Path) -> Iterator[Document]:
+        """The corpus's documents, without the invalid ones if the collection has left them out."""
+        if not self.shards.meta.get("skip_invalid"):
+            return corpus.documents(path)
+        template = chat_template(self.shards.folder.parent.parent / "tokenizer")
+        chats = chosen(kind(self.shards.meta["chat_format"]), template)
+        return corpus.checked(path, chats=chats, skipped=corpus.Invalid())
 
     def folders(self, dims: Sequence[int] | None) -> None:
         """Check that only the collection's own folders exist, for the given widths or for all."""

@@ -12,7 +12,7 @@ from pydantic import Field
 from gradwire.base.flags import COUNT, output_file
 from gradwire.base.rank_env import Device
 from gradwire.base.strict import Strict
-from gradwire.lm.data.defaults import CHAT_FORMAT, LENGTH, ChatFormat
+from gradwire.lm.data.defaults import CHAT_FORMAT, LENGTH, SKIP_INVALID, ChatFormat
 
 
 class Options(Strict):
@@ -30,6 +30,7 @@ class Options(Strict):
         None, description="tokens per sample of a corpus file (default: the model's)"
     )
     chat_format: ChatFormat | None = Field(None, description=CHAT_FORMAT)
+    skip_invalid: bool = Field(False, description=SKIP_INVALID)
     cache_dir: Path | None = Field(None, description="folder for a corpus file's shards (default: the user's cache)")
 
 

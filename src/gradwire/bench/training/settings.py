@@ -21,7 +21,7 @@ from gradwire.comm.communication import CommOptimizer
 from gradwire.comm.compressors.reduction import ParamCompress
 from gradwire.comm.compressors.registry import sources
 from gradwire.comm.topology import STRATEGIES, check_simulated, check_topology
-from gradwire.lm.data.defaults import CHAT_FORMAT, LENGTH, MAX_LENGTH, VOCAB_SIZE, VOCABULARY, ChatFormat
+from gradwire.lm.data.defaults import CHAT_FORMAT, LENGTH, MAX_LENGTH, SKIP_INVALID, VOCAB_SIZE, VOCABULARY, ChatFormat
 from gradwire.lm.models import presets
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ class CorpusOptions(Strict):
         None, description=f"maximum tokens per sample (default: the shards', else {MAX_LENGTH})"
     )
     chat_format: ChatFormat | None = Field(None, description=CHAT_FORMAT)
+    skip_invalid: bool = Field(False, description=SKIP_INVALID)
     cache_dir: Path | None = Field(None, description="folder for the shards (default: the user's cache)")
 
 

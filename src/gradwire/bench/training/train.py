@@ -68,6 +68,7 @@ def shards_folder(options: Options, rank: int) -> Path:
         max_length=options.max_length,
         vocab_size=options.vocab_size,
         chat_format=options.chat_format,
+        skip_invalid=options.skip_invalid,
         cache_dir=options.cache_dir,
         rank=rank,
     )

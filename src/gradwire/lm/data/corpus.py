@@ -14,11 +14,11 @@ import json
 import math
 import re
 import sqlite3
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal, InvalidOperation
 from importlib.metadata import entry_points
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeAlias
 
@@ -32,6 +32,7 @@ from gradwire.lm.data.targets import Content, Spans, Weights
 
 C_BACKEND = "yajl2_c"
 ID_GROUP = "gradwire.sample_ids"
+SHOWN = 20  # problems that a report describes
 CONTENT = ("text", "target_spans", "target_weights", "prompt", "completion", "messages", "weight")
 IdOf: TypeAlias = Callable[[Mapping[str, Any]], Any]
 
@@ -48,6 +49,7 @@ class Document:
         weights: What the loss of each span's tokens, or of all of ``text``, is multiplied by; None: 1.
         templated: Whether ``body`` is a chat in the form of a chat template (`targets.Content`).
         given: The object that the document was read from.
+        position: Its number in the corpus, from 0.
     """
 
     id: str
@@ -57,6 +59,7 @@ class Document:
     weights: Weights | None = None
     templated: bool = False
     given: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    position: int = field(default=0, compare=False)
 
     @property
     def is_chat(self) -> bool:
@@ -75,6 +78,48 @@ class Written(NamedTuple):
     documents: int
     bytes: int
     cut: bool
+
+
+class Problem(NamedTuple):
+    """Why a document is invalid.
+
+    Attributes:
+        position: The document's number, from 0.
+        id: Its id, if it states one.
+        reason: A predicate, such as ``has no text``.
+    """
+
+    position: int
+    id: str | None
+    reason: str
+
+    def described(self, line: int | None = None) -> str:
+        """Return a clause: the document, with its line if that is known, and what is wrong."""
+        known = [*([f"line {line}"] if line else []), *([f"id {self.id!r}"] if self.id else [])]
+        return f"document {self.position} (counted from 0{''.join(f', {each}' for each in known)}) {self.reason}"
+
+
+class Invalid:
+    """The invalid documents of a corpus file: their number, and the problems of the first ones."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._first: list[Problem] = []
+
+    def add(self, problem: Problem) -> None:
+        """Count a document."""
+        self.count += 1
+        if len(self._first) < SHOWN:
+            self._first.append(problem)
+
+    def report(self, path: Path) -> str:
+        """Describe the documents, with their lines in a file of lines: one in a clause, several in a list."""
+        lines = _lines_of(path, [problem.position for problem in self._first])
+        shown = [problem.described(lines.get(problem.position)) for problem in self._first]
+        if self.count == 1:
+            return f"{path}: {shown[0]}"
+        more = [f"and {self.count - len(shown):,} more"] if self.count > len(shown) else []
+        return "\n  ".join([f"{path}: {self.count:,} documents are invalid:", *shown, *more])
 
 
 class Object(dict[str, Any]):
@@ -108,24 +153,60 @@ class FirstSeen:
         return None
 
 
-def documents(path: Path, id_from: str | None = None, chats: Format = PLAIN) -> Iterator[Document]:
+def documents(
+    path: Path, id_from: str | None = None, chats: Format = PLAIN, skipped: Invalid | None = None
+) -> Iterator[Document]:
     """Yield the documents of a corpus file, in order; memory use does not depend on the size of the file.
 
     Args:
         path: The file.
         id_from: Source of the ids (`ids_from`); default: the key ``id``.
         chats: Format of chats.
+        skipped: Gets the invalid documents, which are left out; None: they are an error, which describes them all.
 
     Raises:
         BadInput: If the file is missing, not JSON in UTF-8, UTF-16 or UTF-32, not an array (``.jsonl``: not objects)
-            or empty, or a document is invalid as in ``parse``.
+            or empty, or a document is invalid as in ``parse``; with ``skipped``, if all are.
     """
-    return parse(_values(Path(path)), str(path), id_from, chats)
+    path, invalid = Path(path), Invalid() if skipped is None else skipped
+    return _reported(parse(_values(path), str(path), id_from, chats, invalid), path, invalid, skipped is not None)
 
 
-def checked(path: Path, chats: Format = PLAIN) -> Iterator[Document]:
-    """Yield the documents of a corpus file and check that ids are unique; errors as in ``documents``, ``distinct``."""
-    return distinct(documents(path, chats=chats), str(path))
+def checked(
+    path: Path, id_from: str | None = None, chats: Format = PLAIN, skipped: Invalid | None = None
+) -> Iterator[Document]:
+    """Yield the documents of a corpus file, as ``documents`` does; a repeated id is invalid, too."""
+    path, invalid = Path(path), Invalid() if skipped is None else skipped
+    parsed = parse(_values(path), str(path), id_from, chats, invalid)
+    return _reported(distinct(parsed, str(path), invalid), path, invalid, skipped is not None)
+
+
+def _reported(documents: Iterable[Document], path: Path, invalid: Invalid, skip: bool) -> Iterator[Document]:
+    """Yield the valid documents; without ``skip``, those before the first invalid one, and read on for the report.
+
+    Raises:
+        BadInput: If a document is invalid; with ``skip``, if all are.
+    """
+    some = False
+    for document in documents:
+        if skip or not invalid.count:
+            yield document
+            some = True
+    if invalid.count and not (skip and some):
+        advice = "" if skip else "\nCorrect or remove them, or leave them out by --skip_invalid."
+        raise BadInput(invalid.report(path) + ("." if invalid.count == 1 else advice))
+
+
+def _lines_of(path: Path, positions: Collection[int]) -> dict[int, int]:
+    """Return the lines, from 1, of documents by position, if each has a line: in a ``.jsonl``."""
+    if path.suffix != ".jsonl":
+        return {}
+    with path.open("rb") as file:
+        encoding = json.detect_encoding(file.read(4))
+    with path.open(encoding=encoding, errors="replace", newline="\n") as stream:
+        filled = (number for number, line in enumerate(stream, 1) if line.strip())
+        first = islice(filled, max(positions) + 1)
+        return {position: line for position, line in enumerate(first) if position in positions}
 
 
 def sha256(path: Path) -> str:
@@ -141,7 +222,13 @@ def sha256(path: Path) -> str:
         raise BadInput(f"cannot read the corpus {path}: {error.strerror}.") from None
 
 
-def parse(values: Iterable[Any], where: str, id_from: str | None = None, chats: Format = PLAIN) -> Iterator[Document]:
+def parse(
+    values: Iterable[Any],
+    where: str,
+    id_from: str | None = None,
+    chats: Format = PLAIN,
+    invalid: Invalid | None = None,
+) -> Iterator[Document]:
     """Turn decoded JSON objects into documents.
 
     Args:
@@ -149,32 +236,50 @@ def parse(values: Iterable[Any], where: str, id_from: str | None = None, chats: 
         where: Origin of the values, for messages.
         id_from: Source of the ids, as in ``documents``.
         chats: Format of chats.
+        invalid: Gets the invalid documents, which are left out; None: the first is an error.
 
     Raises:
         BadInput: If there are no documents, or one has no text, an invalid id or title, or half of a surrogate pair.
     """
     position, id_of = -1, ids_from(id_from)
     for position, value in enumerate(values):
-        yield _document(value, position, where, id_of, chats)
+        try:
+            document = _document(value, position, id_of, chats)
+        except ValueError as error:
+            stated = value.get("id") if isinstance(value, dict) else None
+            _note(Problem(position, stated if isinstance(stated, str) else None, str(error)), where, invalid)
+        else:
+            yield document
     if position < 0:
         raise BadInput(f"{where} contains no documents.")
 
 
-def distinct(documents: Iterable[Document], where: str) -> Iterator[Document]:
+def distinct(documents: Iterable[Document], where: str, invalid: Invalid | None = None) -> Iterator[Document]:
     """Yield the documents and check that their ids are unique.
+
+    Args:
+        documents: The documents.
+        where: Their origin, for messages.
+        invalid: As for ``parse``.
 
     Raises:
         BadInput: If two documents share an id; the message names their positions.
     """
     seen = FirstSeen()
-    for position, document in enumerate(documents):
-        first = seen.add(document.id, position)
-        if first is not None:
-            raise BadInput(
-                f"{where}: documents {first} and {position} (counted from 0) share the id {document.id!r}; "
-                "ids must be unique, because they identify gradients."
-            )
-        yield document
+    for document in documents:
+        first = seen.add(document.id, document.position)
+        if first is None:
+            yield document
+        else:
+            reason = f"has the id of document {first}; ids must be unique, because they identify gradients"
+            _note(Problem(document.position, document.id, reason), where, invalid)
+
+
+def _note(problem: Problem, where: str, invalid: Invalid | None) -> None:
+    """Count a problem; raise it if problems are not counted."""
+    if invalid is None:
+        raise BadInput(f"{where}: {problem.described()}.")
+    invalid.add(problem)
 
 
 def write(path: Path, documents: Iterable[Document], max_bytes: int | None = None) -> Written:
@@ -219,28 +324,29 @@ def plain(value: Any) -> Any:
     return float(value) if isinstance(value, Decimal) else value
 
 
-def _document(value: Any, position: int, where: str, id_of: IdOf, chats: Format) -> Document:
-    here = f"{where}: document {position} (counted from 0)"
+def _document(value: Any, position: int, id_of: IdOf, chats: Format) -> Document:
+    """Read a decoded JSON value.
+
+    Raises:
+        ValueError: If it is not a valid document; the message is a predicate.
+    """
     if not isinstance(value, dict):
-        raise BadInput(f"{here} is {_kind(value)}, not an object with id, title and text.")
+        raise ValueError(f"is {_kind(value)}, not an object with id, title and text")
+    if isinstance(value, Object) and value.twice is not None:
+        raise ValueError(f"has the key {value.twice!r} twice")
     title = "" if value.get("title") is None else value["title"]
     if not isinstance(title, str):
-        raise BadInput(f"{here} has {_kind(title)} as title; it must be a string.")
-    try:
-        read = _content(value, chats)
-        weights = targets.weights_of(value, read)
-    except ValueError as error:
-        raise BadInput(f"{here} {error}.") from None
-    id_ = _document_id(id_of(value), position, here)
+        raise ValueError(f"has {_kind(title)} as title; it must be a string")
+    read = _content(value, chats)
+    weights = targets.weights_of(value, read)
+    id_ = _document_id(id_of(value), position)
     for part in (id_, title, read.text):
         try:
             part.encode()
         except UnicodeEncodeError as error:
             half = ascii(part[error.start])
-            raise BadInput(
-                f"{here} has {half}, half of a surrogate pair: write the whole character, or remove it."
-            ) from None
-    return Document(id_, title, read.text, read.spans, weights, read.templated, value)
+            raise ValueError(f"has {half}, half of a surrogate pair: write the whole character, or remove it") from None
+    return Document(id_, title, read.text, read.spans, weights, read.templated, value, position)
 
 
 def _content(value: Mapping[str, Any], chats: Format) -> Content:
@@ -259,7 +365,7 @@ def _content(value: Mapping[str, Any], chats: Format) -> Content:
     return chats.read(targets.messages_of(value)) if chat else targets.of_completion(value)
 
 
-def _document_id(value: Any, position: int, here: str) -> str:
+def _document_id(value: Any, position: int) -> str:
     if value is None:
         return f"sample_{position}"
     if isinstance(value, str) and value:
@@ -267,12 +373,10 @@ def _document_id(value: Any, position: int, here: str) -> str:
     if isinstance(value, float) and math.isfinite(value):
         value = Decimal(repr(value))
     if isinstance(value, Decimal) and abs(value.adjusted()) > LONGEST_NUMBER:
-        raise BadInput(
-            f"{here} has {value} as id, a number of more than {LONGEST_NUMBER} digits: write it as a string."
-        )
+        raise ValueError(f"has {value} as id, a number of more than {LONGEST_NUMBER} digits: write it as a string")
     if isinstance(value, int | Decimal) and not isinstance(value, bool):
         return format(value, "f") if isinstance(value, Decimal) else str(value)
-    raise BadInput(f"{here} has {json.dumps(value, default=str)} as id; it must be a non-empty string or a number.")
+    raise ValueError(f"has {json.dumps(value, default=str)} as id; it must be a non-empty string or a number")
 
 
 def _kind(value: Any) -> str:
@@ -295,8 +399,6 @@ def _values(path: Path) -> Iterator[Any]:
             if not lines:
                 _require_array(stream.first(), path)
             for value in ijson.items(stream, "" if lines else "item", multiple_values=lines, map_type=Object):
-                if isinstance(value, Object) and value.twice is not None:
-                    raise BadInput(f"{path}: document {position} (counted from 0) has the key {value.twice!r} twice.")
                 yield value
                 position += 1
     except OSError as error:

@@ -18,6 +18,7 @@ VOCABULARY = Number(int, SMALLEST_VOCABULARY, 2**20)  # four times the largest i
 LENGTH = Number(int, SHORTEST_MAX_LENGTH, 2**20)  # tokens of a sample
 Split = Literal["train", "val"]
 ChatFormat = Literal["template", "plain"]
+SKIP_INVALID = "leave invalid documents of a corpus file out, and say how many (default: an error that describes them)"
 CHAT_FORMAT = "how chats are read: by the tokenizer's chat template, or in a plain format (default: template, if any)"
 
 

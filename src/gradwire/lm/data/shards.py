@@ -91,7 +91,8 @@ class Shards(Dataset[Sample]):
     def describe(self, count: int) -> str:
         """Describe the split's first ``count`` samples, with its total numbers of samples and documents."""
         samples = f"{count} samples" if count == len(self) else f"the first {count} of {len(self)} samples"
-        return f"{samples} of {self.meta['processed_documents']} documents"
+        left_out = f", {self.meta['left_out']} invalid ones left out" if self.meta.get("left_out") else ""
+        return f"{samples} of {self.meta['processed_documents']} documents{left_out}"
 
     def __len__(self) -> int:
         return self._ends[-1]

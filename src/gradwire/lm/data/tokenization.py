@@ -5,9 +5,10 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from gradwire.base.errors import BadInput
 from gradwire.base.files import check_folder, check_regular, digest, sha256_file
@@ -40,6 +41,7 @@ def tokenize(
     val_fraction: float,
     dataset: str,
     chat_format: ChatFormat | None = None,
+    skip_invalid: bool = False,
     tokenizer_only: bool = False,
     restart: bool = False,
 ) -> None:
@@ -58,6 +60,7 @@ def tokenize(
         val_fraction: Fraction of the documents for validation; 0 makes the one split ``all``.
         dataset: Name of the corpus in records.
         chat_format: As for `chats.chosen`.
+        skip_invalid: Leave out invalid documents.
         tokenizer_only: Make no shards.
         restart: Replace shards made with other settings, another corpus or other source code.
 
@@ -68,7 +71,7 @@ def tokenize(
     tokenizer_folder, shards = output_dir / "tokenizer", output_dir / "shards"
     kept = tokenizer_folder.exists()
     try:
-        ready = tokenizers.prepare(tokenizer, tokenizer_folder, data_path, vocab_size)
+        ready = tokenizers.prepare(tokenizer, tokenizer_folder, data_path, vocab_size, skip_invalid)
         if tokenizer_only:
             return
         settings = {
@@ -78,6 +81,7 @@ def tokenize(
             "max_length": max_length,
             "shard_size": shard_size,
             "val_fraction": val_fraction,
+            "skip_invalid": skip_invalid,
             "source": source(),
         }
         write_shards(shards, data_path, ready, chats.chosen(chat_format, ready.template), settings, restart)
@@ -94,6 +98,7 @@ def shards_of(
     max_length: int | None = None,
     vocab_size: int = VOCAB_SIZE,
     chat_format: ChatFormat | None = None,
+    skip_invalid: bool = False,
     cache_dir: Path | None = None,
     whole: bool = False,
     rank: int = 0,
@@ -108,6 +113,7 @@ def shards_of(
         max_length: Tokens per sample; shards with longer ones are an error. None: as the shards, or the default.
         vocab_size: Vocabulary size of ``bpe``, for a corpus file.
         chat_format: As for `chats.chosen`; shards with chats of another format are an error.
+        skip_invalid: Leave out invalid documents of a corpus file.
         cache_dir: Where to write a corpus file's shards; None: ``$XDG_CACHE_HOME/gradwire/<digest>``.
         whole: Put all documents of a corpus file into the split ``all``; in a ``cache_dir``, below ``all/``.
         rank: Rank 0 tokenizes; the others poll until it has finished.
@@ -130,7 +136,9 @@ def shards_of(
         raise BadInput(f"{data_path} is neither a shards folder nor a corpus file; `gradwire tokenize` makes shards.")
     val_fraction = 0.0 if whole else VAL_FRACTION
     if cache_dir is None:
-        cache_dir = default_cache(data_path, tokenizer, max_length, vocab_size, val_fraction, chat_format)
+        cache_dir = default_cache(
+            data_path, tokenizer, vocab_size, [max_length, SHARD_SIZE, val_fraction, chat_format, skip_invalid]
+        )
     elif whole:
         cache_dir = cache_dir / ALL
     if rank == 0:
@@ -146,6 +154,7 @@ def shards_of(
                 val_fraction=val_fraction,
                 dataset=data_path.stem,
                 chat_format=chat_format,
+                skip_invalid=skip_invalid,
             )
     wait_finalized(cache_dir / "shards", timeout)
     return cache_dir / "shards"
@@ -176,19 +185,11 @@ def check_fit(folder: Path, tokenizer: str, max_length: int | None, chat_format:
         )
 
 
-def default_cache(
-    data_path: Path,
-    tokenizer: str,
-    max_length: int,
-    vocab_size: int,
-    val_fraction: float,
-    chat_format: ChatFormat | None = None,
-) -> Path:
-    """Return the folder in the user's cache for exactly this corpus, tokenizer, length, split, format and source."""
+def default_cache(data_path: Path, tokenizer: str, vocab_size: int, settings: Sequence[Any]) -> Path:
+    """Return the folder in the user's cache for exactly this corpus, tokenizer, settings and source code."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     origin = tokenizers.origin(tokenizer, data_path, vocab_size)
-    cut = [max_length, SHARD_SIZE, val_fraction, chat_format]
-    return cache / "gradwire" / digest([data_path.stem, corpus.sha256(data_path), origin, *cut, source()])
+    return cache / "gradwire" / digest([data_path.stem, corpus.sha256(data_path), origin, *settings, source()])
 
 
 def source() -> str:

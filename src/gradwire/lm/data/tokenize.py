@@ -14,6 +14,7 @@ from gradwire.lm.data.defaults import (
     LENGTH,
     MAX_LENGTH,
     SHARD_SIZE,
+    SKIP_INVALID,
     VAL_FRACTION,
     VOCAB_SIZE,
     VOCABULARY,
@@ -30,6 +31,7 @@ class Options(Strict):
     vocab_size: Annotated[int, VOCABULARY] = Field(VOCAB_SIZE, description="vocabulary size of bpe")
     max_length: Annotated[int, LENGTH] = Field(MAX_LENGTH, description="maximum tokens per sample")
     chat_format: ChatFormat | None = Field(None, description=CHAT_FORMAT)
+    skip_invalid: bool = Field(False, description=SKIP_INVALID)
     shard_size: Annotated[int, COUNT] = Field(SHARD_SIZE, description="samples per shard")
     val_fraction: Annotated[float, FRACTION] = Field(VAL_FRACTION, description="fraction of documents for validation")
     tokenizer_only: bool = Field(False, description="make the tokenizer and no shards")
@@ -57,6 +59,7 @@ def main(options: Options) -> None:
         val_fraction=options.val_fraction,
         dataset=options.dataset or options.data_path.stem,
         chat_format=options.chat_format,
+        skip_invalid=options.skip_invalid,
         tokenizer_only=options.tokenizer_only,
         restart=options.restart,
     )

@@ -149,7 +149,7 @@ def alike(first: Path, second: Path) -> bool:
     return first_ids == second_ids
 
 
-def prepare(choice: str, folder: Path, corpus_path: Path, vocab_size: int) -> Tokenizer:
+def prepare(choice: str, folder: Path, corpus_path: Path, vocab_size: int, skip_invalid: bool = False) -> Tokenizer:
     """Write the chosen tokenizer to ``folder`` atomically, unless it is there already, and load it.
 
     Args:
@@ -157,6 +157,7 @@ def prepare(choice: str, folder: Path, corpus_path: Path, vocab_size: int) -> To
         folder: The folder to write.
         corpus_path: The corpus that ``bpe`` is trained on, as a whole.
         vocab_size: Vocabulary size of ``bpe``, special tokens included.
+        skip_invalid: Leave out invalid documents of the corpus.
 
     Raises:
         BadInput: If the choice is invalid, or ``folder`` holds another tokenizer.
@@ -172,7 +173,7 @@ def prepare(choice: str, folder: Path, corpus_path: Path, vocab_size: int) -> To
                 "use another --output_dir or remove that folder."
             )
     else:
-        backend = _train(corpus_path, vocab_size) if choice == "bpe" else backend_of(Path(choice))
+        backend = _train(corpus_path, vocab_size, skip_invalid) if choice == "bpe" else backend_of(Path(choice))
         named = {} if choice == "bpe" else _special_tokens(Path(choice))
         template = None if choice == "bpe" else chat_template(Path(choice))
         _save(folder, backend, _complete(backend, named, template), wanted, template)
@@ -192,7 +193,7 @@ def _listed(origin: dict[str, Any]) -> str:
     return ", ".join(f"{key} {str(value)[:12]}" for key, value in origin.items())
 
 
-def _train(corpus_path: Path, vocab_size: int) -> tokenizers.Tokenizer:
+def _train(corpus_path: Path, vocab_size: int, skip_invalid: bool) -> tokenizers.Tokenizer:
     """Train byte-level BPE as GPT-2's: every byte is a token, so there are no unknown tokens."""
     VOCABULARY.check("--vocab_size", vocab_size)
     backend = _byte_level(models.BPE())
@@ -202,7 +203,8 @@ def _train(corpus_path: Path, vocab_size: int) -> tokenizers.Tokenizer:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    texts = Texts(document.text for document in corpus.checked(corpus_path))
+    skipped = corpus.Invalid() if skip_invalid else None
+    texts = Texts(document.text for document in corpus.checked(corpus_path, skipped=skipped))
     with progress(lambda: f"training the tokenizer on {texts.read}"):
         backend.train_from_iterator(texts, trainer)
     if backend.get_vocab_size() < vocab_size:

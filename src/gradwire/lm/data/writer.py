@@ -201,7 +201,7 @@ def write_shards(
         corpus_path: The corpus.
         tokenizer: The tokenizer to use.
         chats: The format of chats.
-        settings: max_length, shard_size, val_fraction (0: one split, ``all``), dataset, dataset_digest,
+        settings: max_length, shard_size, val_fraction (0: one split, ``all``), skip_invalid, dataset, dataset_digest,
             tokenizer_digest and source.
         restart: Delete shards with other settings; False raises an error.
 
@@ -236,11 +236,14 @@ def _write(writers: dict[str, SplitWriter], corpus_path: Path, tokenizer: Tokeni
     for writer in writers.values():
         writer.count(tables(writer.folder, writer.meta))
     done = {split: writer.meta["processed_documents"] for split, writer in writers.items()}
-    documents = Noticed(corpus.checked(corpus_path, chats))
+    skipped = corpus.Invalid() if next(iter(writers.values())).meta["skip_invalid"] else None
+    documents = Noticed(corpus.checked(corpus_path, chats=chats, skipped=skipped))
     waiting = remaining(documents, done, val_fraction)
     characters: set[str] = set()
     for split, document, encoding in encoded(waiting, tokenizer, characters if tokenizer.may_drop else None):
         writers[split].add(document.id, encoding)
+    if skipped is not None and skipped.count:
+        print(f"gradwire tokenize: NOTE: left out by --skip_invalid: {skipped.report(corpus_path)}", file=sys.stderr)
     for split, writer in writers.items():
         writer.flush()
         if not writer.meta["shards"]:
@@ -253,11 +256,12 @@ def _write(writers: dict[str, SplitWriter], corpus_path: Path, tokenizer: Tokeni
     note_unknown(np.sum([writer.targets for writer in writers.values()], axis=0), characters, tokenizer)
     if documents.named_like_parts:
         refuse_shared_ids(writers.values(), corpus_path)
+    counts = {"chats": documents.chats, "left_out": 0 if skipped is None else skipped.count}
     if "val" in writers:
         loss = unigram_loss(writers["train"].targets, writers["val"].targets)
-        writers.pop("val").finalize(unigram_loss=loss, unigram_ppl=math.exp(loss), chats=documents.chats)
+        writers.pop("val").finalize(unigram_loss=loss, unigram_ppl=math.exp(loss), **counts)
     for writer in writers.values():
-        writer.finalize(chats=documents.chats)
+        writer.finalize(**counts)
 
 
 class Noticed:
@@ -341,8 +345,8 @@ def refuse_shared_ids(writers: Iterable[SplitWriter], corpus_path: Path) -> None
 def _shared(sample_id: str, corpus_path: Path) -> BadInput:
     whole_document = sample_id.rpartition("#")[0]
     positions = {
-        document.id: position
-        for position, document in enumerate(corpus.documents(corpus_path))
+        document.id: document.position
+        for document in corpus.documents(corpus_path, skipped=corpus.Invalid())
         if document.id in (whole_document, sample_id)
     }
     return BadInput(

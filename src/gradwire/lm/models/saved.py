@@ -157,7 +157,7 @@ def samples_of(args: Any, rank: int = 0) -> Shards:
 
 
 def shards_folder(args: Any, rank: int = 0, *, whole: bool = False) -> Path:
-    """The shards folder for a verb that takes ``--model_dir --data_path --max_length --chat_format --cache_dir``.
+    """The shards folder for a verb that takes ``--model_dir --data_path --max_length --cache_dir`` and the like.
 
     Args:
         args: The verb's arguments.
@@ -177,6 +177,7 @@ def shards_folder(args: Any, rank: int = 0, *, whole: bool = False) -> Path:
         tokenizer=str(model_dir),
         max_length=max_length(model_dir) if args.max_length is None else args.max_length,
         chat_format=args.chat_format,
+        skip_invalid=args.skip_invalid,
         cache_dir=args.cache_dir,
         whole=whole,
         rank=rank,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,8 @@ from pydantic import Field
 
 from gradwire.base.errors import BadInput
 from gradwire.lm.data import corpus
+from gradwire.lm.data.corpus import Document
+from gradwire.lm.data.defaults import SKIP_INVALID
 from gradwire.lm.data.sources import Source, Stream, folder_name, require_revision
 
 
@@ -27,15 +31,23 @@ class Json(Source):
         None, description="key of a document's id, or an entry point of the group gradwire.sample_ids (None: id)"
     )
 
+    skip_invalid: bool = Field(False, description=SKIP_INVALID)
+
     def open(self) -> Stream:
         """Return the documents of the file."""
-        where = str(self.data_path)
+        where, metadata = str(self.data_path), Counter[str]()
         revision = require_revision(where, self.revision, self._digest())
-        return Stream(where, revision, corpus.documents(self.data_path, self.id_from))
+        return Stream(where, revision, self._documents(metadata), metadata)
+
+    def _documents(self, metadata: Counter[str]) -> Iterator[Document]:
+        skipped = corpus.Invalid() if self.skip_invalid else None
+        yield from corpus.checked(self.data_path, self.id_from, skipped=skipped)
+        if skipped is not None:
+            metadata["invalid_left_out"] = skipped.count
 
     def content(self) -> Any:
-        """The file's digest, and where ids come from."""
-        return [self._digest(), self.id_from]
+        """The file's digest, where ids come from, and whether documents may be left out."""
+        return [self._digest(), self.id_from, *([True] if self.skip_invalid else [])]
 
     @property
     def label(self) -> str:
