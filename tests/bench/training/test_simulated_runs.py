@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 from test_checkpoints import train, weights
 from test_training import run, shards, words  # noqa: F401  a fixture
+
+from gradwire.bench.training import step
 
 LOCAL = {"method": "onebit", "comm_optimizer": "diloco", "H": 2, "outer_lr": 0.9, "outer_momentum": 0.5}
 CELLS = {
@@ -61,10 +65,33 @@ def test_a_simulated_run_resumes_inside_a_round_and_as_processes(world, shards, 
         assert weights(folder) == weights(whole), name
 
 
+def test_a_signal_stops_all_ranks_with_a_checkpoint(shards, tmp_path, monkeypatch):  # noqa: F811
+    whole, folder, options = tmp_path / "whole", tmp_path / "stopped", cell("local") | {"checkpoint_every": 0}
+    assert train(whole, shards, "--simulated_ranks", "3", **options) == 0
+    taken = step.Stepper.take
+
+    def take(stepper, number):
+        if (stepper.world.rank, number) == (1, 2):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return taken(stepper, number)
+
+    monkeypatch.setattr(step.Stepper, "take", take)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        assert train(folder, shards, "--simulated_ranks", "3", **options) == 75
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert not (folder / "record.json").exists()
+    monkeypatch.undo()
+    assert train(folder, shards, "--simulated_ranks", "3", "--resume", **options) == 0
+    assert weights(folder) == weights(whole)
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         (("--strategy", "fsdp2"), "simulated ranks hold a whole model each, and strategy fsdp2 shards it: use naive"),
+        (("--world_size", "2"), "--simulated_ranks 2 take turns in one process, and there are 2: omit it, or"),
         (("--verify_sync", "2"), "--verify_sync waits for ranks with a process each"),
         (("--global_batch_size", "7"), "global_batch_size 7 cannot be divided evenly among 2 rank(s)"),
     ],

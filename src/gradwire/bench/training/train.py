@@ -43,6 +43,7 @@ def preflight(options: Options) -> None:
     from gradwire.lm.data import shards
     from gradwire.lm.models import causal
 
+    check_one_process(options, options.world_size or 1)
     world_size = options.simulated_ranks or options.world_size or 1
     settings = settings_of(options).shared_out(world_size, None)
     training = settings.training
@@ -83,15 +84,24 @@ def main(options: Options) -> None:
     from gradwire.comm.collectives.world import process_group, simulated_world
 
     with process_group(**rank_options(options)) as world, preemption() as asked:
+        check_one_process(options, world.world_size)
         if options.simulated_ranks is None:
             take_part(options, world, asked)
-            return
-        if world.world_size > 1:
-            raise BadInput(
-                f"--simulated_ranks {options.simulated_ranks} take turns in one process, and there are "
-                f"{world.world_size}: omit it, or start one."
-            )
-        simulated_world(options.simulated_ranks, world.device, lambda rank: take_part(options, rank, asked))
+        else:
+            simulated_world(options.simulated_ranks, world.device, lambda rank: take_part(options, rank, asked))
+
+
+def check_one_process(options: Options, processes: int) -> None:
+    """Check that simulated ranks are not asked of several processes.
+
+    Raises:
+        BadInput: If they are.
+    """
+    if options.simulated_ranks is not None and processes > 1:
+        raise BadInput(
+            f"--simulated_ranks {options.simulated_ranks} take turns in one process, and there are {processes}: omit "
+            f"it, or --world_size."
+        )
 
 
 def take_part(options: Options, world: World, asked: Preemption) -> None:
