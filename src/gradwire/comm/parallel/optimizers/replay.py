@@ -83,8 +83,7 @@ class ReplayDiLoCo(DiLoCo):
             total.zero_()
         self.rates: list[list[float]] = []  # each group's learning rate, in each step of the round
         self.began = {  # the inner state at the start of the round
-            name: {key: kept.clone() if isinstance(kept, Tensor) else copy.deepcopy(kept) for key, kept in moments}
-            for name, moments in ((name, state_of(self.inner, p)) for name, p in self.replayed.items())
+            name: {key: duplicate(kept) for key, kept in state_of(self.inner, p)} for name, p in self.replayed.items()
         }
         self.means: dict[str, Tensor] = {}  # mean gradients, from `average` to `move`
 
@@ -193,8 +192,12 @@ class ReplayDiLoCo(DiLoCo):
         for name, total in self.sums.items():
             total.copy_(saved["sums"][name])
         self.rates = copy.deepcopy(saved["rates"])
-        self.began = {
-            name: {key: copied(kept, None, p) for key, kept in saved["began"][name].items()}
-            for name, p in self.replayed.items()
-        }
+        for name, p in self.replayed.items():
+            present = {key: duplicate(kept) for key, kept in state_of(self.inner, p)}  # on the devices that it takes
+            self.began[name] = {key: copied(kept, present.get(key), p) for key, kept in saved["began"][name].items()}
         self.means = {}
+
+
+def duplicate(kept: Any) -> Any:
+    """Copy an entry of an optimizer's state."""
+    return kept.clone() if isinstance(kept, Tensor) else copy.deepcopy(kept)
