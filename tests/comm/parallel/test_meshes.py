@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 from gradwire.base.errors import BadInput, NonFiniteGradient, RunFault
 from gradwire.comm.collectives import METER
-from gradwire.comm.parallel import wrap
+from gradwire.comm.parallel import block_sizes, parameters_unhooked, wrap
 
 STEPS = 3
 
@@ -211,12 +211,15 @@ def train(model, optimizer, sample: int, steps: range) -> None:
 def trained(rank, world, group, stack, case):
     """Parameters before and after some steps, and the traffic, with the bytes of compressed parameters."""
     model, sample = STACKS[stack](world)
+    sent = METER.sent("parameters")
     optimizer, compression = compressed(model, case)
-    start, sent = values(model), METER.sent("parameters")
+    start = values(model)
     train(model, optimizer, sample, range(STEPS))
     if compression is None:
         return start, values(model), None
-    return start, values(model), {**compression.traffic, "parameters": METER.sent("parameters") - sent}
+    traffic = compression.traffic
+    assert traffic["parameters"]["sent"] == METER.sent("parameters") - sent
+    return start, values(model), {**traffic, "parameters": traffic["parameters"]["sent"]}
 
 
 def deviations(world, stack: str, case: str, ranks: int) -> list[float]:
@@ -376,6 +379,26 @@ def test_local_updates_between_the_islands_of_a_users_mesh(world):
     for (got, sent), (parameters, bytes_sent) in zip(world(4).run(rounds, "hsdp", False), expected, strict=True):
         assert sent == bytes_sent > 0
         assert all(torch.equal(got[name], parameter) for name, parameter in parameters.items())
+
+
+def parameter_bytes(rank, world, group, encoding):
+    """Bytes of parameters at the start, which a replica sends once, and after `STEPS` steps of a flat model."""
+    model, sample = hsdp(world, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    compression = gradwire.compress_gradients(model, "none", optimizer=optimizer, parameters=encoding)
+    started = compression.traffic["parameters"]
+    train(model, optimizer, sample, range(STEPS))
+    return started, compression.traffic["parameters"]
+
+
+@pytest.mark.parametrize(("encoding", "share"), [("int8", 0.5), ("int4-diff", 0.1)])
+def test_bytes_of_parameters_are_counted_beside_those_of_float32(world, encoding, share):
+    ranks = world(2).run(parameter_bytes, encoding)
+    raw = STEPS * parameters_unhooked("fsdp2", block_sizes(net()), 2)
+    assert all(started["raw"] == 0 for started, _ in ranks)
+    assert sum(traffic["raw"] for _, traffic in ranks) == raw
+    sent = sum(traffic["sent"] - started["sent"] for started, traffic in ranks)
+    assert 0 < sent < share * raw
 
 
 def accumulated(rank, world, group, stack, case):

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.comm.closed_forms import total_bytes
+from gradwire.comm.closed_forms import FLOAT32_BYTES, total_bytes
 from gradwire.comm.collectives.algorithms import Ranks, gather_rows
 from gradwire.comm.collectives.layout import FLOAT32, Layout, Plan
 from gradwire.comm.collectives.meter import METER, Meter
@@ -32,6 +32,9 @@ class ParameterGather:
         group: The ranks; None is the default group.
         meter: Counts the bytes and the codec's time, as ``parameters``.
 
+    Attributes:
+        raw: Bytes that this rank would have sent as float32, of what was counted by `count`.
+
     Raises:
         BadInput: If the encoding is unknown.
     """
@@ -41,6 +44,7 @@ class ParameterGather:
         self.compressor = build(self.encoding.method, **self.encoding.options)
         self._plans: WeakKeyDictionary[Layout, dict[bool, Plan]] = WeakKeyDictionary()
         self.ranks = Ranks(group, dist.get_world_size(group), dist.get_rank(group), meter)
+        self.raw = 0
 
     def plan(self, layout: Layout, exact: bool) -> Plan:
         """Return the cached plan of a layout, exact or compressed."""
@@ -48,6 +52,11 @@ class ParameterGather:
         if exact not in plans:
             plans[exact] = Plan.of(layout, FLOAT32 if exact else self.compressor, self.encoding.exempt, "piece")
         return plans[exact]
+
+    def count(self, layout: Layout) -> None:
+        """Count a gather that a framework asks for, whether or not anything is sent for it."""
+        row = sum(piece.numel for piece in layout.rows[self.ranks.rank])
+        self.raw += (self.ranks.world - 1) * FLOAT32_BYTES * row
 
     def __call__(self, full: Tensor, layout: Layout, *, exact: bool = False) -> None:
         """Fill all rows of ``full``, a buffer of ``layout`` that holds this rank's row; padding is not changed.

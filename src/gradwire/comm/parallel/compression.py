@@ -17,13 +17,17 @@ from torch.optim import Optimizer
 from gradwire.base.errors import BadInput
 from gradwire.comm.collectives import Reducer, state
 from gradwire.comm.collectives.ops import Group
-from gradwire.comm.collectives.parameters import Replica
 from gradwire.comm.collectives.reducer import Given, check_options
 from gradwire.comm.compressors.reduction import encoding_of
 from gradwire.comm.parallel.checks import Completeness
 from gradwire.comm.parallel.mesh import local
 from gradwire.comm.parallel.names import COMPILED, named_parameters
-from gradwire.comm.parallel.strategies.fsdp2 import check_gathered, compress_parameters, groups_of
+from gradwire.comm.parallel.strategies.fsdp2 import (
+    CompressedParameters,
+    check_gathered,
+    compress_parameters,
+    groups_of,
+)
 from gradwire.comm.parallel.strategy import in_backward
 from gradwire.comm.parallel.wrap import hook, wrapper_of
 from gradwire.comm.torch_internals import ParameterGroup, allocating, has_step_hooks, timeout_of, version_of
@@ -99,7 +103,7 @@ def compress_gradients(
     for stepping in optimizers:
         compression.end_with(stepping)
     if encoding is not None:
-        compression.replicas = compress_parameters(model, str(parameters), Moves(model, optimizers).unchanged)
+        compression.parameters = compress_parameters(model, str(parameters), Moves(model, optimizers).unchanged)
     return compression
 
 
@@ -109,20 +113,24 @@ class Compression:
 
     Attributes:
         reducer: Averages the gradients.
-        replicas: The parameters that ranks compute with, if ``int4-diff`` sends them, by the first name in each.
+        parameters: What stands in for FSDP2's all-gathers, and the replicas that ranks compute with under
+            ``int4-diff``.
     """
 
     def __init__(self, model: nn.Module, reducer: Reducer, watch: Completeness | None) -> None:
         self.reducer = reducer
-        self.replicas: dict[str, Replica] = {}
+        self.parameters = CompressedParameters()
         self._model = ref(model)
         self._watch = watch  # knows what was reduced since the last step; None with one rank
         self._stepped = WeakSet[Optimizer]()  # optimizers whose next step must end a step
 
     @property
     def traffic(self) -> dict[str, Any]:
-        """Bytes of this rank since the start: ``raw`` is what float32 would have sent, ``sent`` what was sent."""
-        return self.reducer.traffic
+        """Bytes of this rank since the start: ``raw`` is what float32 would have sent, ``sent`` what was sent.
+
+        Those of gradients, and under ``parameters`` those of compressed all-gathers.
+        """
+        return {**self.reducer.traffic, "parameters": self.parameters.traffic}
 
     @property
     def step(self) -> int:
@@ -192,7 +200,7 @@ class Compression:
 
         Every rank saves and loads its own, or passes the compression to `torch.distributed.checkpoint`.
         """
-        rows = {name: replica.own for name, replica in self.replicas.items()}
+        rows = {name: replica.own for name, replica in self.parameters.replicas.items()}
         reduced = self.reducer.state_dict()
         return state.extended(reduced, {"replicas": rows}) if rows else reduced
 
@@ -205,11 +213,11 @@ class Compression:
             BadInput: As `Reducer.load_state_dict`, or if replicas are of another model.
         """
         part = state.taken(state_dict, self.reducer.codec.rank, self.reducer.topology, "a compression").part or {}
-        rows, model = part.get("replicas"), self._model()
+        rows, model, replicas = part.get("replicas"), self._model(), self.parameters.replicas
         if rows is not None:
-            state.check_tensors(rows, {name: replica.own for name, replica in self.replicas.items()}, "replicas")
+            state.check_tensors(rows, {name: replica.own for name, replica in replicas.items()}, "replicas")
         self.reducer.load_state_dict(state_dict)
-        for name, replica in self.replicas.items() if model is not None else ():
+        for name, replica in replicas.items() if model is not None else ():
             if rows is not None:
                 replica.restore(rows[name])
             else:

@@ -10,10 +10,11 @@ from __future__ import annotations
 import math
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
-from typing import Any, Self
+from types import MappingProxyType
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from gradwire.base.errors import BadInput, RunFault
 from gradwire.comm.collectives import Layout, Reducer
 from gradwire.comm.collectives.layout import Kind
+from gradwire.comm.collectives.meter import METER, Meter
 from gradwire.comm.collectives.ops import Group
 from gradwire.comm.collectives.parameters import ParameterGather, Replica
 from gradwire.comm.compressors.reduction import encoding_of
@@ -90,7 +92,7 @@ class FSDP2(Strategy):
             fully_shard(block, mesh=mesh, **self.framework)
         wrapped = fully_shard(model, mesh=mesh, **self.framework)
         if self.param_compress != "none":
-            self.replicas = compress_parameters(wrapped, self.param_compress, self._unchanged)
+            self.replicas = compress_parameters(wrapped, self.param_compress, self._unchanged).replicas
         return wrapped
 
     def prepare(self, reducer: Reducer, numel: int) -> None:
@@ -427,6 +429,7 @@ class AllGather(Collective):
         async_op: bool = False,
     ) -> None:
         """Fill all rows; this rank's row is already filled, because the input is a view of it."""
+        self.gather.count(self.layout)
         if self.replica is None or not self.module.training:
             self.gather(output_tensor, self.layout, exact=not self.module.training)
             return
@@ -435,7 +438,28 @@ class AllGather(Collective):
         output_tensor.copy_(self.replica.values)
 
 
-def compress_parameters(wrapped: nn.Module, encoding: str, unchanged: Callable[[], bool]) -> dict[str, Replica]:
+class CompressedParameters(NamedTuple):
+    """What stands in for a model's all-gathers.
+
+    Attributes:
+        gathers: The gathers, over different ranks.
+        replicas: The replica of each group, by the name of its first parameter; nothing if parameters themselves are
+            sent.
+    """
+
+    gathers: tuple[ParameterGather, ...] = ()
+    replicas: Mapping[str, Replica] = MappingProxyType({})
+
+    @property
+    def traffic(self) -> dict[str, int]:
+        """Bytes of this rank since the start: ``raw`` is what float32 would have sent, ``sent`` what was sent."""
+        return {
+            "raw": sum(gather.raw for gather in self.gathers),
+            "sent": sum(gather.ranks.meter.sent("parameters") for gather in self.gathers),
+        }
+
+
+def compress_parameters(wrapped: nn.Module, encoding: str, unchanged: Callable[[], bool]) -> CompressedParameters:
     """Replace the all-gather of every group of parameters that several ranks hold in shards.
 
     Args:
@@ -443,17 +467,16 @@ def compress_parameters(wrapped: nn.Module, encoding: str, unchanged: Callable[[
         encoding: A key of `comm.compressors.reduction.ENCODINGS`.
         unchanged: Whether the parameters are those of the previous forward pass.
 
-    Returns:
-        The replica of each group, by the name of its first parameter; nothing if parameters themselves are sent.
-
     Raises:
         BadInput: As `check_gathered`.
     """
     groups = check_gathered(wrapped, encoding)
-    gather_over = cache(partial(ParameterGather, encoding))
+    gathers: dict[Group, ParameterGather] = {}
     replicas: dict[str, Replica] = {}
     for group in groups:
-        gather, first = gather_over(group.shards), next(iter(group))
+        if group.shards not in gathers:
+            gathers[group.shards] = ParameterGather(encoding, group.shards, Meter(METER))
+        gather, first = gathers[group.shards], next(iter(group))
         layout = Layout.dim0(group.shapes.items(), gather.ranks.world)
         if gather.encoding.differences:
             shards = {name: local(parameter) for name, parameter in group.parameters.items()}
@@ -461,7 +484,7 @@ def compress_parameters(wrapped: nn.Module, encoding: str, unchanged: Callable[[
         group.set_all_gather(AllGather(gather, layout, group.module, replicas.get(first), unchanged))
     wrapped.register_forward_pre_hook(reshard_evaluated, prepend=True)  # before the framework's own
     wrapped.register_forward_hook(reshard_evaluated)
-    return replicas
+    return CompressedParameters(tuple(gathers.values()), replicas)
 
 
 def check_gathered(wrapped: nn.Module, encoding: str) -> list[ParameterGroup]:
