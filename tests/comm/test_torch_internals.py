@@ -196,6 +196,38 @@ def test_fsdp2(world):
         assert got["alone"] is None
 
 
+def test_torchft():
+    torchft = pytest.importorskip("torchft", reason="the extra elastic is not installed")
+    from torchft.coordination import LighthouseServer
+
+    lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=1)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    manager = torchft.Manager(
+        pg=torchft.ProcessGroupGloo(),
+        load_state_dict=None,
+        state_dict=None,
+        min_replica_size=1,
+        use_async_quorum=False,
+        timeout=timedelta(seconds=7),
+        quorum_timeout=timedelta(seconds=9),
+        rank=0,
+        world_size=1,
+        store_addr="127.0.0.1",
+        store_port=store.port,
+        lighthouse_addr=f"http://127.0.0.1:{lighthouse.address().rsplit(':', 1)[1]}",
+        replica_id="group_5",
+        hostname="127.0.0.1",
+    )
+    assert internals.managed(manager) == ("group_5", False, 1, timedelta(seconds=7), timedelta(seconds=9))
+    assert internals.quorum_group(manager) is None
+    manager.start_quorum()
+    assert internals.quorum_group(manager).size() == 1
+    internals.abort_quorum_group(manager)
+    assert internals.quorum_group(manager) is None
+    manager.shutdown(wait=False)
+    lighthouse.shutdown()
+
+
 def test_a_setter_that_this_torch_lacks_is_named():
     internals.check_offered("a compressor", "set_custom_reduce_scatter")
     with pytest.raises(BadInput, match=r"strategy fsdp2 with a compressor needs FSDPModule.set_no_such_thing"):

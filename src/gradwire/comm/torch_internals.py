@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from datetime import timedelta
 from types import FrameType, SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -416,3 +416,46 @@ def held(member: Any) -> nn.Parameter:
     """Return the parameter that a module holds for a member of a group; FSDP2 takes over a new one in a forward."""
     parameter: nn.Parameter = getattr(member._module_info.module, member._module_info.param_name)
     return parameter
+
+
+# --- torchft ---
+
+
+class Managed(NamedTuple):
+    """What a `torchft.Manager` was given.
+
+    Attributes:
+        name: The group's ``replica_id``; "" without one.
+        asynchronous: Whether a quorum is agreed on in the background.
+        least: The smallest number of groups that may commit.
+        timeout: Of its operations.
+        quorum_timeout: Of a quorum.
+    """
+
+    name: str
+    asynchronous: bool
+    least: int
+    timeout: timedelta
+    quorum_timeout: timedelta
+
+
+def managed(manager: Any) -> Managed:
+    """Return what a manager was given."""
+    return Managed(
+        manager._replica_id or "",
+        manager._use_async_quorum,
+        manager._min_replica_size,
+        manager._timeout,
+        manager._quorum_timeout,
+    )
+
+
+def quorum_group(manager: Any) -> dist.ProcessGroup | None:
+    """Return the ranks of the quorum that have this rank's place in their groups; None if they could not connect."""
+    group: dist.ProcessGroup | None = manager._pg._pg
+    return group
+
+
+def abort_quorum_group(manager: Any) -> None:
+    """Drop the manager's reference to `quorum_group`, and abort what runs on it."""
+    manager._pg.abort()

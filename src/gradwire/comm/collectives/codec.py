@@ -27,6 +27,7 @@ from gradwire.comm.compressors.rounds import State
 from gradwire.comm.compressors.segments import Segments
 
 Phase = Literal["scatter", "gather"]  # every rank's gradients to the owners; the owners' means to every rank
+RESIDUAL = "residual.float32"  # the entry of `Feedback.state_dict` with a residual of that type
 Key = tuple[str, Phase, int]  # a parameter, a phase, and where the piece begins in the parameter
 
 
@@ -76,6 +77,7 @@ class Codec:
         self._restored: dict[tuple[str, Phase], Tensor] = {}  # states of generators that were not used since
         self._feedbacks: dict[Key, Feedback] = {}
         self._residuals: dict[Key, dict[str, Tensor]] = {}  # restored ones that were not used since
+        self._loose: dict[tuple[str, Phase], list[tuple[int, Tensor]]] = {}  # residuals of pieces that are cut again
         self._states: dict[str, State] = {}
         self._unmet: set[str] = set()  # parameters whose restored state was not used since
         self._met: dict[tuple[str, Phase], int] = {}  # the step in which others were used first
@@ -213,9 +215,43 @@ class Codec:
             if key in self._residuals:
                 check_tensors(self._residuals[key], feedback.state_dict(), f"residuals of {piece.name}")
                 feedback.load_state_dict(self._residuals.pop(key))
+            if (piece.name, phase) in self._loose:
+                feedback.load_state_dict({RESIDUAL: self._fastened(piece, phase)})
         if options.ef_reset and self.step % options.ef_reset == 0:
             feedback.drop()
         return feedback
+
+    def loosen(self) -> None:
+        """Take the residuals, kept as float32, from their pieces: a layout of other ranks cuts parameters elsewhere.
+
+        The next pieces get those of their elements.
+        """
+        kept = {**self._residuals, **{key: feedback.state_dict() for key, feedback in self._feedbacks.items()}}
+        for (name, phase, at), residual in kept.items():
+            self._loose.setdefault((name, phase), []).append((at, residual[RESIDUAL].clone()))
+        self._feedbacks, self._residuals = {}, {}
+
+    def _fastened(self, piece: Piece, phase: Phase) -> Tensor:
+        """Return the loose residuals of a piece's elements, which are then no longer loose; 0 where there is none."""
+        residual, rest = torch.zeros(piece.numel), list[tuple[int, Tensor]]()
+        end = piece.at + piece.numel
+        for at, loose in self._loose.pop((piece.name, phase)):
+            first, last = max(at, piece.at), min(at + loose.numel(), end)
+            if first >= last:
+                rest.append((at, loose))
+                continue
+            residual = residual.to(loose.device)
+            residual[first - piece.at : last - piece.at] = loose[first - at : last - at]
+            parts = ((at, loose[: first - at]), (last, loose[last - at :]))
+            rest += [(start, part) for start, part in parts if part.numel()]
+        if rest:
+            self._loose[piece.name, phase] = rest
+        return residual
+
+    def drop_loose(self) -> int:
+        """Drop the residuals that no piece has taken up; return their elements."""
+        loose, self._loose = self._loose, {}
+        return sum(residual.numel() for parts in loose.values() for _, residual in parts)
 
     def state(self, name: str, shape: tuple[int, ...]) -> State:
         """Return what `rounds` keeps of a parameter; it starts empty where the schedule changes the compressor."""
@@ -262,11 +298,16 @@ class Codec:
         """Return what this rank keeps, as plain data and tensors."""
         current = {key: generator.get_state() for key, generator in self._generators.items()}
         residuals = {key: feedback.state_dict() for key, feedback in self._feedbacks.items()}
+        loose = {
+            (name, phase, at): {RESIDUAL: residual}
+            for (name, phase), parts in self._loose.items()
+            for at, residual in parts
+        }
         return {
             "step": self.step,
             "began": self.began,
             "generators": {**self._restored, **current},
-            "residuals": {**self._residuals, **residuals},
+            "residuals": {**self._residuals, **loose, **residuals},
             "states": {name: dict(state) for name, state in self._states.items()},
         }
 
@@ -305,7 +346,7 @@ class Codec:
         self.step = self.began = step
         self.flag = None
         self._generators, self._restored = {}, {}
-        self._feedbacks, self._residuals = {}, {}
+        self._feedbacks, self._residuals, self._loose = {}, {}, {}
         self._states = {}
         self._unmet, self._met = set(), {}
 

@@ -28,9 +28,25 @@ SMALLEST, LARGEST = 2**15, 2**18  # bytes of a message of several: each costs a 
 REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
+def rank_in(group: Group) -> int:
+    """Return this rank's number in a group, which need not be one of `torch.distributed.new_group`."""
+    return dist.get_rank() if group is None else group.rank()
+
+
 def nbytes(x: Tensor) -> int:
     """Return the size of a tensor's elements in bytes."""
     return x.numel() * x.element_size()
+
+
+@contextmanager
+def unlogged() -> Iterator[None]:
+    """Raise a failed collective's own error: to log it, torch looks its group up, and fails for one of torchft."""
+    try:
+        yield
+    except ValueError as error:
+        if not isinstance(error.__context__, RuntimeError):
+            raise
+        raise error.__context__ from None
 
 
 @contextmanager
@@ -42,7 +58,8 @@ def called(meter: Meter, op: str, purpose: str, sent: int = 0, **span: Any) -> I
     """
     with meter.span(op, purpose, sent, **span):
         try:
-            yield
+            with unlogged():
+                yield
         except RuntimeError as error:
             if "timed out" not in str(error).lower():
                 raise
@@ -84,7 +101,7 @@ def all_reduce_async(
 
 def _all_reduce(x: Tensor, op: str, group: Group, purpose: str, meter: Meter, *, async_op: bool) -> Any:
     world = dist.get_world_size(group)
-    sent = rank_bytes("all_reduce", nbytes(x), share(nbytes(x), world, dist.get_rank(group)), world)
+    sent = rank_bytes("all_reduce", nbytes(x), share(nbytes(x), world, rank_in(group)), world)
     with called(meter, "all_reduce", purpose, sent, device=x.device):
         return dist.all_reduce(x, REDUCTIONS[op], group=group, async_op=async_op)
 
@@ -139,7 +156,7 @@ def all_to_all(
         uint8 ``[sum(sizes_in)]``, the parts in rank order.
     """
     received = torch.empty(sum(sizes_in), dtype=x.dtype, device=x.device)
-    with called(meter, "all_to_all", purpose, x.numel() - sizes_out[dist.get_rank(group)], device=x.device):
+    with called(meter, "all_to_all", purpose, x.numel() - sizes_out[rank_in(group)], device=x.device):
         if bulk and x.device.type == "cpu" and not simulated(group):
             _chunked(x.split(list(sizes_out)), received.split(list(sizes_in)), group)
         else:
@@ -152,7 +169,7 @@ def _chunked(outgoing: Sequence[Tensor], incoming: Sequence[Tensor], group: Grou
 
     gloo's own sends one large message each way, often sequentially (benchmarks/strategies.md).
     """
-    world, rank = dist.get_world_size(group), dist.get_rank(group)
+    world, rank = dist.get_world_size(group), rank_in(group)
     incoming[rank].copy_(outgoing[rank])
     works = []
     for shift in range(1, world):  # rank r starts with r + 1 and r - 1, so that no rank is the first peer of all
@@ -177,7 +194,7 @@ def broadcast(
     x: Tensor, source: int = 0, group: Group = None, purpose: str = "control", meter: Meter = METER
 ) -> Tensor:
     """Copy group rank ``source``'s ``x`` to all ranks, in place; the source counts the bytes. Returns ``x``."""
-    sent = (dist.get_world_size(group) - 1) * nbytes(x) if dist.get_rank(group) == source else 0
+    sent = (dist.get_world_size(group) - 1) * nbytes(x) if rank_in(group) == source else 0
     with called(meter, "broadcast", purpose, sent, device=x.device):
         dist.broadcast(x, group=group, group_src=source)
     return x

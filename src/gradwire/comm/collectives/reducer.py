@@ -166,6 +166,11 @@ class Reducer:
         """Optimizer steps finished."""
         return self.codec.step
 
+    @property
+    def alone(self) -> bool:
+        """Whether there is no other rank, so that `finish` checks nothing."""
+        return self.world == 1
+
     def prepare(self, kind: Kind, numel: int) -> None:
         """Resolve ``auto``, once; the first reduction does it with its buffer where nobody called this before.
 
@@ -367,7 +372,7 @@ class Reducer:
             if part.codec.flag is not None:
                 self.codec.note(part.codec.flag)
                 part.codec.flag.zero_()
-        if self.world == 1:
+        if self.alone:
             return True
         met = self._agreed(total, bool(unreduced))
         if met == UNREDUCED:
@@ -579,7 +584,7 @@ class Reducer:
         """Return the worst that any rank met since the last call; the same answer on all ranks."""
         flag = self.codec.flag
         if flag is None:  # no gradient was reduced yet
-            device = "cuda" if dist.get_backend(self.group) == "nccl" else "cpu"
+            device = "cuda" if dist.get_backend(self.everyone) == "nccl" else "cpu"
             flag = torch.zeros(1, dtype=torch.uint8, device=device if total is None else total.device)
         met = flag.clone()
         flag.zero_()

@@ -19,9 +19,9 @@ from __future__ import annotations
 import copy
 import math
 from bisect import bisect_right
-from collections.abc import ItemsView, Iterator, Mapping
+from collections.abc import ItemsView, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -32,8 +32,11 @@ from gradwire.base.errors import BadInput
 from gradwire.base.strict import checked
 from gradwire.comm.collectives import Layout, Reducer, state
 from gradwire.comm.collectives.queue import Handle
+from gradwire.comm.collectives.quorum import QuorumReducer
 from gradwire.comm.communication import Outer
+from gradwire.comm.parallel.checks import described, parameters_of, shown
 from gradwire.comm.parallel.optimizers.base import AnyCompressor, Communicating, copy_tensors
+from gradwire.comm.parallel.optimizers.quorum import Quorum, digest_of, prepare_group
 from gradwire.comm.parallel.strategy import clip_grad_norm, local, strategy_of
 
 Interval = int | Mapping[int, int]
@@ -61,11 +64,16 @@ class DiLoCo(Communicating):
         dense_rounds: In the first so many rounds everything travels as float32.
         steps: Number of steps of the run; the last one ends a round. None: unknown.
         reducer: A reducer of your own instead of ``compressor`` and ``options``; used by this optimizer only.
+        manager: A `torchft.Manager`, by which groups may be lost and may join; see `quorum`. The default process group
+            is this rank's group then, and building the optimizer joins the run: it waits for the other groups.
         options: Options of `Reducer`, such as ``algorithm``; ``error_feedback`` is True unless given.
 
     Raises:
         BadInput: If an argument is out of range, ``dense_steps`` is given, or as `Communicating.attach`.
     """
+
+    regroups: ClassVar[bool] = True
+    """Whether it takes a manager."""
 
     def __init__(
         self,
@@ -78,6 +86,7 @@ class DiLoCo(Communicating):
         dense_rounds: int = 0,
         steps: int | None = None,
         reducer: Reducer | None = None,
+        manager: Any = None,
         **options: Any,
     ) -> None:
         if not isinstance(optimizer, Optimizer) or isinstance(optimizer, Communicating):
@@ -92,14 +101,28 @@ class DiLoCo(Communicating):
         self.dense_rounds = dense_rounds
         self.inner = optimizer
         self.__setstate__({})  # gives torch's optimizers their hooks
-        self.attach(model, compressor, reducer, options, sync_every=sync_every, outer=self.outer, steps=steps)
+        if manager is not None and not self.regroups:
+            raise BadInput(f"{type(self).__name__} cannot change its groups: with a manager take DiLoCo or DesLoc.")
+        if manager is not None and reducer is None:
+            model, reducer = prepare_group(model, compressor, manager, {"error_feedback": True, **options})
+            options = {}
+        settings = {"sync_every": sync_every, "outer": self.outer, "steps": steps}
+        self.attach(model, compressor, reducer, options, **settings)
         self.trained = {name: local(p) for name, p in self.parameters.items()}  # this rank's part of them
         self.anchors = {name: p.detach().to(torch.float32, copy=True) for name, p in self.trained.items()}
         self.momenta = {name: torch.zeros_like(p) for name, p in self.anchors.items()} if self.outer.momentum else {}
-        self.layout = Layout.dim0([(name, tuple(p.shape)) for name, p in self.trained.items()], self.reducer.world)
+        self.layout = self.cut(self.trained)
         self.delivered: dict[str, Tensor] = {}  # mean pseudo-gradients, from `average` to `move`
         self.sent = False  # whether the present step communicates; from `average` to `move`
         self.anchored = True  # whether the anchors are those of the parameters
+        self.quorum: Quorum | None = None
+        if manager is not None:
+            if not isinstance(self.reducer, QuorumReducer):
+                raise BadInput("a manager needs a QuorumReducer: give compressor and options instead of a reducer.")
+            same = {"optimizer": type(self).__name__, **{name: shown(value) for name, value in settings.items()}}
+            same |= {**described(self.reducer), **parameters_of(self.model)}
+            self.quorum = Quorum(manager, self.reducer, self.served, same)
+            self.continue_with(self.quorum.join())
 
     @property
     def dense_steps(self) -> int:
@@ -126,18 +149,20 @@ class DiLoCo(Communicating):
             if not math.isfinite(norm) and self.reducer.nonfinite == "skip":
                 self.inner.zero_grad(set_to_none=False)  # every rank counts the step, and what it receives is dropped
             self.step_inner()
-            self.send()
+            self.close()
         else:
             self.rest()
         norm, taken = self.finish(norm, total, wait=False)
         if self.sent and not taken:
             self.discard()
+            self.meet()
         return norm, taken
 
     def move(self) -> None:
         """Take the inner step, or, in a step that communicates, move by what was received."""
         if self.sent:
             self.advance()
+            self.meet()
         else:
             self.step_inner()
 
@@ -149,6 +174,28 @@ class DiLoCo(Communicating):
         """Count a step that sends nothing."""
         self.reducer.skip(self.layout)
 
+    def close(self) -> None:
+        """Communicate; with a manager until no group is lost meanwhile."""
+        if self.quorum is None:
+            self.send()
+        else:
+            self.quorum.close(self.send_anew, digest_of([*self.anchors.values(), *self.momenta.values()]))
+
+    def send_anew(self) -> None:
+        """Communicate with the groups that there are now."""
+        self.fit()
+        self.send()
+
+    def meet(self) -> None:
+        """With a manager, agree on the groups of the next round."""
+        if self.quorum is not None:
+            self.continue_with(self.quorum.meet())
+
+    def fit(self) -> None:
+        """Cut the layout for the ranks that the reducer has now."""
+        if self.layout.world != self.reducer.world:
+            self.layout = self.cut(self.layout.parameters)
+
     def send(self) -> None:
         """Communicate, after the step's inner step: average the pseudo-gradients."""
         self.receive(self.begin(self.layout).wait(), self.layout)
@@ -158,6 +205,10 @@ class DiLoCo(Communicating):
         deltas = {name: self.anchors[name] - self.trained[name] for name in layout.parameters}
         with self.reducer.plain() if self.reducer.step < self.dense_steps else nullcontext():
             return self.reducer.begin_all_reduce(layout.pack(deltas), layout)
+
+    def cut(self, names: Iterable[str]) -> Layout:
+        """Cut some parameters as the whole model's layout cuts them, so that residuals go with them."""
+        return Layout.dim0([(name, tuple(self.trained[name].shape)) for name in names], self.reducer.world)
 
     def receive(self, mean: Tensor, layout: Layout) -> None:
         """Keep the mean pseudo-gradients of a layout's parameters for `advance`."""
@@ -267,6 +318,20 @@ class DiLoCo(Communicating):
             momentum.copy_(saved["momenta"][name])
         self.delivered = {}
         self.anchored = True
+
+    def served(self) -> dict[str, Any]:
+        """Return copies of what a group that joins needs: `round_state` at the anchors, and the reducer's step."""
+        kept = self.reducer.codec.state_dict()
+        reducer = {"step": kept["step"], "began": kept["began"], "states": kept["states"]}
+        return copy.deepcopy({**self.round_state(), "parameters": self.anchors, "reducer": reducer})
+
+    def continue_with(self, served: dict[str, Any] | None) -> None:
+        """Begin a round: from what another group served, if this one is behind; then without residuals."""
+        if served is not None:
+            self.check_round_state(served)
+            self.reducer.codec.load_state_dict({**served["reducer"], "generators": {}, "residuals": {}})
+            self.load_round_state(served)
+        self.fit()
 
     # What torch and training loops ask of an optimizer is the inner one's.
 

@@ -50,6 +50,8 @@ class ReplayDiLoCo(DiLoCo):
         BadInput: If the model has no trainable embedding or nothing else, or as the base class.
     """
 
+    regroups = False  # it reduces embeddings by a second reducer
+
     def __init__(self, optimizer: Optimizer, model: nn.Module, *, embeddings: AnyCompressor, **options: Any) -> None:
         compressor = as_compressor(embeddings)
         super().__init__(optimizer, model, **options)

@@ -10,7 +10,7 @@ Bytes of a reduction in flight count in the step in which it is done, which diff
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from gradwire.base.errors import BadInput
 from gradwire.base.strict import checked
-from gradwire.comm.collectives import Layout, state
+from gradwire.comm.collectives import state
 from gradwire.comm.collectives.queue import Handle, finished
 from gradwire.comm.communication import Streaming
 from gradwire.comm.parallel.optimizers.diloco import DiLoCo, Interval
@@ -44,6 +44,8 @@ class StreamingDiLoCo(DiLoCo):
         BadInput: If a fragment would be empty, or two would be in flight; if what the reducer does depends on the step;
             or as the base class.
     """
+
+    regroups = False  # a fragment is in flight when groups change
 
     def __init__(
         self,
@@ -71,10 +73,9 @@ class StreamingDiLoCo(DiLoCo):
                 "streaming needs algorithm exchange or gather and no schedule: a message may end in any step."
             )
         self.delay, self.alpha, self.steps = delay, streaming.alpha, steps
-        self.fragments = [self._layout(names) for names in divided(self.model, self.parameters, fragments)]
+        self.fragments = [self.cut(names) for names in divided(self.model, self.parameters, fragments)]
         self.others = [
-            self._layout([name for name in self.trained if name not in fragment.parameters])
-            for fragment in self.fragments
+            self.cut([name for name in self.trained if name not in fragment.parameters]) for fragment in self.fragments
         ]
         self.ends = [
             (number + 1) * sync_every // fragments for number in range(fragments)
@@ -161,10 +162,6 @@ class StreamingDiLoCo(DiLoCo):
         super().load_round_state(saved)
         flying = saved["in_flight"]
         self.in_flight = None if flying is None else (flying["fragment"], finished(flying["mean"].clone()))
-
-    def _layout(self, names: Iterable[str]) -> Layout:
-        """Cut some parameters as the whole model's layout cuts them, so that residuals go with them."""
-        return Layout.dim0([(name, tuple(self.trained[name].shape)) for name in names], self.reducer.world)
 
 
 def divided(model: nn.Module, trained: Mapping[str, Tensor], count: int) -> list[list[str]]:
