@@ -45,7 +45,8 @@ class RowOptions(LossOptions):
     grad_type: RowGradient = Field(
         "sgd",
         description="sgd: the gradient; adam: the update Adam would make with the saved moments; sign: the gradient's "
-        "signs; ekfac: the gradient under the inverse curvature of `grads factors`",
+        "signs; ekfac: the gradient under the inverse curvature of `grads factors`, of which a projection loses much "
+        "(`grads score` takes whole gradients)",
     )
     adam_variant: AdamVariant = Field(
         "torch",

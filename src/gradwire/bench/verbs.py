@@ -30,6 +30,9 @@ VERBS = {
     "grads influence": Verb(
         "gradwire.attribution.query.influence", "rank training samples by their influence on validation samples"
     ),
+    "grads score": Verb(
+        "gradwire.attribution.collect.score", "score every sample for a few queries in one pass, without storing rows"
+    ),
     "grads query": Verb(
         "gradwire.attribution.query.query", "find the samples whose gradients are nearest to that of a text"
     ),

@@ -103,8 +103,11 @@ def test_a_subsets_losses_are_those_of_a_training_by_hand(small, judged):
 def test_the_table_is_the_rank_correlation_of_summed_scores(judged):
     record = json.loads((judged / "lds.json").read_text())
     subsets = [json.loads((judged / "subsets" / f"{j}.json").read_text()) for j in range(4)]
-    rows = {name: store.read_rows(judged / name / "dim64" / "all_orig.pt").double().numpy() for name in ("sgd", "adam")}
-    queries = store.read_rows(judged / "queries" / "dim64" / "all_orig.pt").double().numpy()
+    rows = {
+        name: store.read_rows(judged / f"{name}-sjlt-64" / "dim64" / "all_orig.pt").double().numpy()
+        for name in ("sgd", "adam")
+    }
+    queries = store.read_rows(judged / "queries-sjlt-64" / "dim64" / "all_orig.pt").double().numpy()
     moment = rows["sgd"].T @ rows["sgd"] / len(rows["sgd"])
     half = np.linalg.cholesky(np.linalg.inv(moment + 0.1 * np.diag(moment).mean() * np.eye(64)))
 
@@ -189,7 +192,11 @@ def test_a_killed_call_goes_on_to_the_same_files(small, judged, tmp_path):
     """Killed while the third subset's file is written."""
     output = tmp_path / "lds"
     output.mkdir()
-    for name in ("settings.json", "model", "sgd", "adam", "queries"):  # trained and collected as before
+    for name in (
+        "settings.json",
+        "model",
+        *(f"{name}-sjlt-64" for name in ("sgd", "adam", "queries")),
+    ):  # trained and collected as before
         copy = shutil.copytree if (judged / name).is_dir() else shutil.copy
         copy(judged / name, output / name)
     given = words("lds", small, output, "--queries", 3, "--fraction", 0.35, "--subsets", 4)
@@ -257,9 +264,9 @@ def test_planted_samples_are_what_they_are_called(small, planted):
 
 def test_recall_is_the_share_of_planted_samples_among_the_best(planted):
     output, _ = planted
-    ids = store.read_ids(output / "sgd" / "dim64" / "all_ids.pkl")
-    rows = store.read_rows(output / "sgd" / "dim64" / "all_orig.pt").double()
-    queries = store.read_rows(output / "queries" / "dim64" / "all_orig.pt").double()
+    ids = store.read_ids(output / "sgd-sjlt-64" / "dim64" / "all_ids.pkl")
+    rows = store.read_rows(output / "sgd-sjlt-64" / "dim64" / "all_orig.pt").double()
+    queries = store.read_rows(output / "queries-sjlt-64" / "dim64" / "all_orig.pt").double()
     found = {one["method"]: one for one in json.loads((output / "recall.json").read_text())["methods"]}
     cosines = torch.nn.functional.cosine_similarity(rows[:, None], queries[None], dim=2)
     for query, (kind, count) in enumerate((("exact", 2), ("edited", 2), ("task", 5))):
@@ -288,6 +295,26 @@ def test_a_training_that_diverges_is_named(small, tmp_path, capsys):
     assert run("lds", small, tmp_path / "lds", *given) == 3
     assert "the training on subset 0 diverged: use a smaller --lr in another --output_dir" in capsys.readouterr().err
     assert not list((tmp_path / "lds" / "subsets").iterdir())
+
+
+def test_scores_of_whole_gradients_use_the_trainings_that_are_there(judged, small, tmp_path, capsys):
+    output = shutil.copytree(judged, tmp_path / "lds")
+    trained = {path: path.stat().st_mtime_ns for path in (output / "subsets").iterdir()}
+    given = ["--queries", "3", "--fraction", "0.35", "--subsets", "4", "--output_dir", str(output)]
+    recipe = RECIPE.replace(" --dim 64 --projection sjlt", "").split()
+    command = ["grads", "lds", "--data_path", str(small.shards), *recipe, *given]
+    assert cli.main([*command, "--methods", "fisher"]) == 2
+    assert "--methods fisher is given without --dim" in capsys.readouterr().err
+    assert cli.main([*command, "--methods", "dot", "ekfac"]) == 0
+    assert {path: path.stat().st_mtime_ns for path in (output / "subsets").iterdir()} == trained
+    of_subsets = [json.loads((output / "subsets" / f"{number}.json").read_text()) for number in range(4)]
+    losses = np.array([subset["losses"] for subset in of_subsets])
+    for row, name in zip(json.loads((output / "lds.json").read_text())["methods"], ("sgd", "ekfac-0.1"), strict=True):
+        matrix = np.load(output / f"scores-{name}-dot" / "matrix.npy")
+        sums = np.array([matrix[subset["members"]].sum(0) for subset in of_subsets])
+        wanted = [spearmanr(sums[:, query], -losses[:, query]).statistic for query in range(3)]
+        assert row["lds"] == pytest.approx(np.mean(wanted)) and row["store_bytes"] == 128 + 4 * matrix.size
+    assert not [path for path in output.glob("scores-*/*") if path.suffix == ".pt"]
 
 
 def test_recall_by_hand():
@@ -334,6 +361,6 @@ def test_results_that_were_changed_are_refused(small, judged, tmp_path, capsys):
     assert run("lds", small, output, *again) == 2
     assert "1.json is not of this subset and these queries: delete it" in capsys.readouterr().err
     (output / "subsets" / "1.json").unlink()
-    edit(output / "sgd" / "collect.json", seed=4)
+    edit(output / "sgd-sjlt-64" / "collect.json", seed=4)
     assert run("lds", small, output, *again) == 2
     assert "seed is 4 there and 3 here" in capsys.readouterr().err

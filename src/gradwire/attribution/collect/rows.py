@@ -27,7 +27,15 @@ from gradwire.attribution.collect.methods import (
     looped_rows,
     resolved,
 )
-from gradwire.attribution.persample.batch import n_targets, out_of_memory, shapes, squares, trainable, zeroed
+from gradwire.attribution.persample.batch import (
+    PerSample,
+    n_targets,
+    out_of_memory,
+    shapes,
+    squares,
+    trainable,
+    zeroed,
+)
 from gradwire.attribution.store import store
 from gradwire.attribution.store.provenance import Provenance
 from gradwire.attribution.store.store import COLUMNS, Block
@@ -161,6 +169,28 @@ class RowMaker:
         back = [place * width + part for place in np.argsort(order).tolist() for part in range(width)]
         return {dim: store.concatenated(stack[dim] for stack in stacks).take(back) for dim in self.dims}
 
+    def gradients(self, shards: Samples, positions: Sequence[int], use: Callable[[Tensor], Result]) -> list[Result]:
+        """Call ``use`` with the whole gradients [B, n] of batches of the samples, in the order given.
+
+        The next batch overwrites them. Errors are those of `blocks`, but gradients may be other than finite.
+
+        Args:
+            shards: The samples.
+            positions: Which of them, the longest first.
+            use: Its results are returned.
+        """
+
+        def work(chosen: Sequence[int]) -> Result:
+            filled = self._gradients(len(chosen))
+            self._fill(self._batch(shards, chosen), filled)
+            return use(filled)
+
+        with sufficient(self._fewest, self.device):
+            if self.batch_size is None:
+                self.batch_size = self.fitting(shards, positions[0])
+            results, self.batch_size = self._halving(positions, self.batch_size, work)
+        return results
+
     def check(self, shards: Samples, positions: Sequence[int]) -> None:
         """Check that the method agrees with the loop; with ``auto``, fall back to the next method that does.
 
@@ -234,10 +264,7 @@ class RowMaker:
         def fill(chosen: Sequence[int]) -> None:
             first = len(records) // len(self.parts)
             filled = rows[first : first + len(chosen)]
-            batch = self._batch(shards, chosen)
-            computed = METHODS[self.method](self.model, batch, self.provenance.loss, out=self.by_name(filled))
-            self.kind(filled)
-            zeroed(filled, computed.n_targets == 0)
+            computed = self._fill(self._batch(shards, chosen), filled)
             norms = torch.stack([squares(of_part).sqrt() for of_part in self._split(filled)], 1)
             records.extend(self._records(shards, chosen, computed.loss, computed.n_targets, norms))
 
@@ -245,6 +272,13 @@ class RowMaker:
         _, self.batch_size = self._halving(positions, self.batch_size, fill)
         images = [part.project(of_part, self.dims) for part, of_part in zip(self.parts, self._split(rows), strict=True)]
         return {dim: self._bound(torch.stack([image[dim] for image in images], 1), records) for dim in self.dims}
+
+    def _fill(self, batch: Batch, rows: Tensor) -> PerSample:
+        """Write the gradients of a batch, of the gradient type, into rows [B, n]."""
+        computed = METHODS[self.method](self.model, batch, self.provenance.loss, out=self.by_name(rows))
+        self.kind(rows)
+        zeroed(rows, computed.n_targets == 0)
+        return computed
 
     def _fused_stack(self, shards: Samples, positions: Sequence[int]) -> dict[int, Block]:
         """Compute the blocks of a batch whose gradients are projected during the backward pass."""

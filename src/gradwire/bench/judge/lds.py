@@ -61,14 +61,14 @@ def main(options: Options) -> None:
     settings = attribution.settings_of("lds", options, train, val, samples) | {"fraction": options.fraction}
     attribution.claim(options.output_dir, settings)
     study = attribution.Study(options, shards, samples, options.queries)
-    scores: dict[str, attribution.Scores] = {name: study.scores(name) for name in options.methods}
+    scores: dict[str, attribution.Scores] = {name: study.scores(name) for name in options.chosen_methods}
     retraining.run_missing(subsets, options.subsets, options.workers)
     members, losses = outcomes(subsets, options.subsets)
     rows = judged(scores, members, losses, options.seed)
     result: dict[str, Any] = {
         "settings": settings,
         "subsets": options.subsets,
-        "damping": options.damping,
+        **{name: getattr(options, name) for name in ("dim", "projection", "damping")},
         "loss": float(losses.mean()),
         "loss_spread": float(losses.std(0).mean()),
         "methods": rows,

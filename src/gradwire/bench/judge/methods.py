@@ -1,7 +1,7 @@
 """Attribution methods, and what `grads lds` and `grads recall` share: a trained model, its stores, scores and costs.
 
-A score is high where training on the sample should lower the query's loss. All but ``random`` come from stores that
-`grads collect` writes at the model trained on all samples.
+A score is high where training on the sample should lower the query's loss. All but ``random`` are of gradients at the
+model trained on all samples: of rows that `grads collect` writes there, or without ``--dim`` those of `grads score`.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from gradwire.attribution.options import PROJECTION, Count, Projection, RowGradient
 from gradwire.attribution.query.curvature import DAMPING, solver
@@ -70,7 +70,7 @@ METHODS: dict[MethodName, Method] = {
 
 
 class Scores(NamedTuple):
-    """A method's scores, float64 [samples, queries], its seconds (rows and scores), and the bytes of its rows."""
+    """A method's scores, float64 [samples, queries], its seconds (rows and scores), and the bytes that it stores."""
 
     values: NDArray[np.float64]
     seconds: float
@@ -84,17 +84,32 @@ class JudgeOptions(Strict):
     output_dir: Annotated[Path, output_folder] = Field(description="folder for all results; resumes what is there")
     max_samples: Count | None = Field(None, description="train on the first N samples only (default: all)")
     queries: Count = Field(32, description="validation samples to use as queries")
-    methods: tuple[MethodName, ...] = Field(get_args(MethodName), description="methods to judge")
+    methods: tuple[MethodName, ...] | None = Field(
+        None, description="methods to judge (default: all; without --dim, all but those of fisher)"
+    )
     model: str = Field("tiny", description="a preset, options as JSON, or a folder, as for train")
     steps: Count = Field(TRAINING["steps"].default, description="steps of each training")
     batch_size: Count = Field(TRAINING["batch_size"].default, description="samples per step")
     lr: Annotated[float, POSITIVE] = Field(TRAINING["lr"].default, description="peak learning rate of AdamW")
-    dim: Count = Field(description="columns per row")
+    dim: Count | None = Field(
+        None, description="columns per row (default: no rows; scores of whole gradients by `grads score`)"
+    )
     projection: Projection = Field(PROJECTION, description="as for collect")
     damping: Annotated[float, NOT_NEGATIVE] = Field(
         DAMPING, description="of the fisher methods and of ekfac, in units of the mean curvature"
     )
     seed: Annotated[int, SEED] = Field(0, description="of weights, order, projection, subsets and resampling")
+
+    @model_validator(mode="after")
+    def _check_rows(self) -> Self:
+        if self.dim is None and (curved := [name for name in self.methods or () if METHODS[name].curved]):
+            raise ValueError(f"--methods {curved[0]} is given without --dim: its curvature is that of rows")
+        return self
+
+    @property
+    def chosen_methods(self) -> tuple[MethodName, ...]:
+        """The methods to judge."""
+        return self.methods or tuple(name for name in METHODS if self.dim is not None or not METHODS[name].curved)
 
     @property
     def recipe(self) -> Recipe:
@@ -138,6 +153,8 @@ class Study:
         if method.rows is None:
             random = np.random.default_rng(self.options.seed)
             return Scores(random.standard_normal((self.samples, self.queries)), 0.0, 0)
+        if self.options.dim is None:
+            return self._streamed(method)
         (train, of_rows), (queries, of_queries) = self._rows[method.rows], self._rows[f"queries of {method.queries}"]
         if method.rows == "ekfac":
             of_rows += self._factors[1]
@@ -150,13 +167,45 @@ class Study:
         seconds = time.perf_counter() - began + of_rows + of_queries
         return Scores(values, seconds, train.rows.names.rows.stat().st_size)
 
+    def _streamed(self, method: Method) -> Scores:
+        """Score by `grads score`, or read the scores that are there."""
+        from gradwire.attribution.collect import score
+
+        factors, of_factors = self._factors if method.rows == "ekfac" else (None, 0.0)
+        name = f"{method.rows}-{self.options.damping:g}" if factors else method.rows
+        folder = self.folder / f"scores-{name}-{method.metric}"
+        if not (folder / COST).is_file():  # begun and not completed: its time would be that of the rest
+            shutil.rmtree(folder, ignore_errors=True)
+        began = time.perf_counter()
+        score.main(
+            score.Options(
+                model_dir=self.model_dir,
+                data_path=self.shards,
+                split="train",
+                max_samples=self.samples,
+                query_path=self.shards,
+                query_split="val",
+                queries=self.queries,
+                grad_type=method.rows,
+                metric=method.metric,
+                optimizer_dir=factors,
+                device="cpu",
+                output_dir=folder,
+            )
+        )
+        if not (folder / COST).is_file():
+            write_json(folder / COST, {"seconds": time.perf_counter() - began})
+        matrix = folder / score.MATRIX
+        values = np.load(matrix, allow_pickle=False).astype(np.float64)
+        return Scores(values, seconds_of(folder) + of_factors, matrix.stat().st_size)
+
     @cached_property
     def _rows(self) -> dict[str, tuple[Store, float]]:
         """The stores, with the seconds that each took: of the samples by gradient type, and of the queries.
 
         The queries come first: every method bears their cost, and with it that of the first imports.
         """
-        methods = [METHODS[name] for name in self.options.methods if METHODS[name].rows is not None]
+        methods = [METHODS[name] for name in self.options.chosen_methods if METHODS[name].rows is not None]
         queries = {
             f"queries of {kind}": self._collected("val", kind) for kind in dict.fromkeys(m.queries for m in methods)
         }
@@ -194,7 +243,9 @@ class Study:
         if kind == "ekfac":
             optimizer_dir, _ = self._factors
             name = f"ekfac-{self.options.damping:g}{'-queries' if split == 'val' else ''}"
-        folder, dim = self.folder / name, self.options.dim
+        dim, projection = self.options.dim, self.options.projection
+        assert dim is not None
+        folder = self.folder / f"{name}-{projection}-{dim}"
         cost = folder / COST
         if not cost.is_file():  # begun and not completed: its time would be that of the rest
             shutil.rmtree(folder, ignore_errors=True)
@@ -206,7 +257,7 @@ class Study:
             max_samples=self.queries if split == "val" else self.samples,
             dim=(dim,),
             grad_type=kind,
-            projection=self.options.projection,
+            projection=projection,
             seed=self.options.seed,
             device="cpu",
             optimizer_dir=optimizer_dir,
@@ -275,7 +326,7 @@ def settings_of(verb: str, options: JudgeOptions, train: Shards, val: Shards, sa
     from gradwire.lm.models import causal, presets, saved
 
     content = saved.digest(Path(options.model)) if causal.is_saved(options.model) else presets.content(options.model)
-    names = ("queries", "steps", "batch_size", "lr", "dim", "projection", "seed")
+    names = ("queries", "steps", "batch_size", "lr", "seed")
     return {
         "verb": verb,
         "source": source_digest("gradwire.bench.judge.retraining"),

@@ -76,7 +76,7 @@ def main(options: Options) -> None:
     wanted = [frozenset(query.samples) for query in planted]
     kinds = [query.kind for query in planted]
     rows = []
-    for name in options.methods:
+    for name in options.chosen_methods:
         scores = study.scores(name)
         best = [[ids[place] for place in order_of(column)] for column in scores.values.T]
         rows.append(row(name, scores, kinds, recalls(best, wanted, options.top_k), options.seed))
@@ -84,7 +84,7 @@ def main(options: Options) -> None:
         "settings": settings,
         "samples": len(ids),
         "top_k": options.top_k,
-        "damping": options.damping,
+        **{name: getattr(options, name) for name in ("dim", "projection", "damping")},
         "methods": rows,
     }
     write_json(options.output_dir / RESULT, result)
