@@ -54,17 +54,50 @@ def test_the_experiments_that_come_with_gradwire_are_valid(path, tmp_path, monke
 
 
 def test_the_default_experiment_is_the_grid_that_was_promised():
-    runs = experiment(read(ROOT / "config.yaml")).runs()
-    fsdp2 = [run for run in runs if run.strategy == "fsdp2" and run.world_size == 2]
-    assert {run.seed for run in fsdp2} == {0, 1, 2}
-    assert len({run.compressor for run in fsdp2}) >= 4
-    ddp = {run.compressor for run in runs if run.strategy == "ddp"}
-    assert ddp == {run.compressor for run in fsdp2}
-    assert any(run.strategy == "fsdp1" for run in runs)
-    assert any(run.world_size == 1 for run in runs)
-    slow = {run.compressor for run in runs if run.link != "none"}
-    assert "none" in slow and len(slow) > 1
-    assert len(runs) == len(set(runs)) == 20
+    made = experiment(read(ROOT / "config.yaml"))
+    runs = made.runs()
+    seeds: dict[tuple[str, str, str], set[int]] = {}
+    for run in runs:
+        seeds.setdefault((run.strategy, run.link, run.compressor), set()).add(run.seed)
+    compared = ["none", "int8", "onebit_adam", "local-adamw", "local-muon"]
+    assert all(seeds["ddp", "none", label] == {0, 1, 2} for label in compared)
+    assert all(seeds["fsdp2", "none", label] == {0, 1, 2} for label in ("none", "int4-all"))
+    assert {label for _, link, label in seeds if link == "20mbit"} == {*made.compressors} - {"muon"}
+    assert all(made.training_of(run).evaluate == (run.link == "none") for run in runs)
+    assert [run.compressor for run in runs if run.world_size == 1] == ["none"]
+    assert len(runs) == len(set(runs)) == 32
+
+
+DDP = {"strategies": ["ddp"]}
+LINKED = {"seeds": [0], "links": ["20mbit"], "steps": 17}
+
+
+def test_runs_for_times_only_are_short_dense_in_the_warm_up_alone_and_not_evaluated():
+    cell = {"comm_optimizer": "onebit_adam", "dense_steps": 9}
+    made = experiment({**SMALL, "compressors": {"none": {}, "onebit": cell}, "grid": [DDP, {**DDP, **LINKED}]})
+    (long,) = [run for run in made.runs() if run.compressor == "onebit" and run.link == "none"]
+    (short,) = [run for run in made.runs() if run.compressor == "onebit" and run.link == "20mbit"]
+    assert made.training_of(long) == made.training
+    assert made.training_of(short) == Training(steps=17, eval_every=0, evaluate=False)
+    assert [made.cell_of(run).reduction.dense_steps for run in (long, short)] == [9, made.training.warmup_steps]
+
+
+@pytest.mark.parametrize(
+    ("grids", "words"),
+    [
+        ([{"links": ["20mbit"]}, LINKED], "fsdp2/none/ws2/20mbit/seed0 is asked for with two numbers of steps"),
+        ([{}, {**LINKED, "steps": 60}], "give fewer than the 60 of `training`"),
+        (
+            [{"compressors": ["none"]}, LINKED],
+            "the runs of int8 have 17 steps, and no run of all 60 gives their perplexity",
+        ),
+        ([{}, {**LINKED, "steps": 7}], "no step of 7 is left to time"),
+    ],
+)
+def test_runs_for_times_only_that_cannot_be_are_refused(grids, words):
+    with pytest.raises(BadInput) as refused:
+        experiment({**SMALL, "grid": grids})
+    assert words in str(refused.value)
 
 
 def test_a_union_of_grids_holds_a_shared_run_once():

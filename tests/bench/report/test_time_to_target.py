@@ -12,7 +12,7 @@ from gradwire.base.errors import BadInput
 from gradwire.base.files import write_json
 from gradwire.bench.config import Run, experiment
 from gradwire.bench.report.rows.quality import PerplexityReference, read_curve, with_quality
-from gradwire.bench.report.rows.runs import collect
+from gradwire.bench.report.rows.runs import collect, joined
 from gradwire.bench.report.tables.summary import summary
 from gradwire.bench.report.tables.time_to_loss import cells, records
 
@@ -236,14 +236,30 @@ def test_a_shaped_run_takes_the_steps_of_the_long_one_at_its_own_step_time(tmp_p
     add(short, link._replace(compressor="none"), 1, [1.0], step_time_ms_mean=2000.0, **untold)
     add(short, RUN, 1, [1.0], step_time_ms_mean=500.0, **untold)
     found = PerplexityReference.of("long", collect(long))
-    [joined, *others], complaints = with_quality(collect(short), found)
-    assert len(complaints) == 2 and joined.compressor == "diloco"
+    [taken, *others], complaints = with_quality(collect(short), found)
+    assert len(complaints) == 2 and taken.compressor == "diloco"
     times = None if seconds is None else {"60": pytest.approx(seconds), "40": None}
-    assert to_target(joined) == ({"60": 4, "40": None}, times, {"60": 400, "40": None})
-    assert joined.val_ppl == 50 and joined.quality_from == "long: ddp/diloco/ws2/none/seed0"
-    of_link = [one.model_copy(update={"step_time_ms_p50": one.step_time_ms_mean}) for one in (joined, *others)]
+    assert to_target(taken) == ({"60": 4, "40": None}, times, {"60": 400, "40": None})
+    assert taken.val_ppl == 50 and taken.quality_from == "long: ddp/diloco/ws2/none/seed0"
+    of_link = [one.model_copy(update={"step_time_ms_p50": one.step_time_ms_mean}) for one in (taken, *others)]
     line = next(line for line in records(cells(of_link, found)) if line["target"] == "60")
     assert line["seconds"] == ("–" if seconds is None else f"{seconds:.1f}")
+
+
+def test_a_run_for_times_only_takes_the_perplexity_of_its_cell_without_a_link(tmp_path):
+    ask(tmp_path, [RUN, RUN._replace(seed=1), RUN._replace(link="2mbit")], ppl=[60])
+    add(tmp_path, RUN, 10, [80.0, 50.0])
+    add(tmp_path, RUN._replace(seed=1), 10, [80.0, 51.0])
+    untold = {"quality_from": None, "val_ppl": None}
+    add(tmp_path, RUN._replace(link="2mbit"), 100, [1.0], **untold)
+    for run in (RUN, RUN._replace(seed=1), RUN._replace(link="2mbit")):
+        with_bytes(tmp_path, run, 100)
+    rows, reference, notes = joined(tmp_path)
+    taken = {(row.link, row.seed): (row.val_ppl, row.steps) for row in rows}
+    assert taken == {("none", 0): (50.0, 4), ("none", 1): (51.0, 4), ("2mbit", 0): (50.0, 2)}
+    (short,) = [row for row in rows if row.link == "2mbit"]
+    assert short.quality_from == f"{tmp_path}/results.jsonl: {RUN.path}" and notes == []
+    assert {run.seed for run in reference.seeds(short).values()} == {0, 1}
 
 
 @pytest.mark.parametrize(

@@ -142,6 +142,30 @@ class Experiment(Strict):
                 raise unknown("compressor in the grid", run.compressor, self.compressors)
         return list(runs)
 
+    def training_of(self, run: Run) -> Training:
+        """The training settings of a run.
+
+        Raises:
+            BadInput: If a run for times only has too few steps to time one.
+        """
+        steps = self.short().get(run)
+        if steps is None:
+            return self.training
+        short = {**self.training.model_dump(), "steps": steps, "eval_every": 0, "evaluate": False}
+        return checked(Training, short, f"configuration: grid with steps: {steps}")
+
+    def cell_of(self, run: Run) -> Cell:
+        """The compressor setting of a run."""
+        mapping = dict(self.compressors[run.compressor])
+        if self.short().get(run) is not None and "dense_steps" in mapping:
+            mapping["dense_steps"] = min(mapping["dense_steps"], self.training.warmup_steps)
+        return Cell.parse(run.compressor, mapping)
+
+    def short(self) -> dict[Run, int]:
+        """The runs for times only, with their numbers of steps."""
+        short = [grid for grid in self.grid if grid.steps is not None]
+        return {run: grid.steps for grid in short for run in grid.runs(self.compressors) if grid.steps is not None}
+
     def simulated(self) -> set[Run]:
         """The runs whose ranks take turns in one process."""
         return {run for grid in self.grid if grid.simulated for run in grid.runs(self.compressors)}
@@ -205,12 +229,13 @@ def experiment(mapping: Mapping[str, Any]) -> Experiment:
     if made.gradients is not None and not made.gradient_runs(made.runs()):
         raise BadInput("gradients: `exclude` removes all selected runs.")
     for run in made.runs():
-        made.training.shared_out(run.world_size)
+        made.training_of(run).shared_out(run.world_size)
         check_topology(run.strategy, run.world_size, run.islands, run.link)
         cells[run.compressor].check_strategy(run.strategy)
         check_private(made.training, cells[run.compressor], run.strategy)
     check_one_topology(made.runs())
     check_simulations(made)
+    check_short(made)
     return made
 
 
@@ -231,6 +256,28 @@ def check_simulations(experiment: Experiment) -> None:
             f"grid: {min(run.path for run in twice)} is simulated in one product and not in another: they have one "
             "folder, so omit it from one of them."
         )
+
+
+def check_short(experiment: Experiment) -> None:
+    """Check that runs for times only are short, and that others give them their perplexities.
+
+    Raises:
+        BadInput: If they are not, or a label has none, or a run is asked for with two numbers of steps.
+    """
+    short, whole = experiment.short(), experiment.training.steps
+    for grid in experiment.grid:
+        for run in grid.runs(experiment.compressors):
+            if short.get(run) != grid.steps:
+                raise BadInput(f"grid: {run.path} is asked for with two numbers of steps: remove one of them.")
+    evaluated = {run.compressor for run in experiment.runs() if run not in short}
+    for run, steps in short.items():
+        if steps >= whole:
+            raise BadInput(f"grid: steps is {steps}: give fewer than the {whole} of `training`.")
+        if run.compressor not in evaluated and experiment.quality_from is None:
+            raise BadInput(
+                f"grid: the runs of {run.compressor} have {steps} steps, and no run of all {whole} gives their "
+                "perplexity: add one without `steps`, or `quality_from`."
+            )
 
 
 def check_one_topology(runs: Iterable[Run]) -> None:

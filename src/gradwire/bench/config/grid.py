@@ -125,6 +125,11 @@ class Grid(Strict):
     simulated: bool = Field(
         False, description="a run's ranks take turns in one process: equal results, on one core or GPU, without times"
     )
+    steps: Count | None = Field(
+        None,
+        description="optimizer steps of runs for times only, fewer than `training.steps`: they are not evaluated, "
+        "have no dense steps after the warm-up, and take the perplexities of the other runs with their labels",
+    )
 
     def runs(self, labels: Iterable[str]) -> list[Run]:
         """Every run of the product, with the labels of all cells in ``labels``."""

@@ -80,15 +80,15 @@ def fallbacks(ok: Iterable[Result]) -> list[str]:
 
 
 def losses_over_links(ok: Iterable[Result]) -> list[str]:
-    """Check that runs which differ only in their link have equal losses at every step, by their digests."""
-    digests: defaultdict[str, dict[str, str]] = defaultdict(dict)
+    """Check that runs of as many steps which differ only in their link have equal losses at every step, by digests."""
+    digests: defaultdict[tuple[str, int | None], dict[str, str]] = defaultdict(dict)
     for row in ok:
         if row.loss_digest is not None:
             run = f"{row.strategy}/{row.compressor}/ws{row.world_size}/seed{row.seed}"
-            digests[run][row.link] = row.loss_digest
+            digests[run, row.steps][row.link] = row.loss_digest
     compared = {run: links for run, links in digests.items() if len(links) > 1}
     differ = []
-    for run, links in compared.items():
+    for (run, _), links in compared.items():
         alike = [[link for link in links if links[link] == digest] for digest in dict.fromkeys(links.values())]
         if len(alike) > 1:
             differ.append(f"losses differ between links: {run}: {' | '.join(map(', '.join, alike))}")

@@ -82,7 +82,7 @@ def runs_on_disk(results_dir: Path) -> list[Run]:
 def joined(
     results_dir: Path, experiment: Path | None = None, quality_from: Path | None = None
 ) -> tuple[list[Result], PerplexityReference, list[str]]:
-    """Return a row for every run; missing perplexities are taken from another experiment.
+    """Return a row for every run; missing perplexities are taken from others.
 
     Args:
         results_dir: The experiment's folder.
@@ -102,8 +102,9 @@ def joined(
     if len(named) > 1 and quality_from is None:
         raise BadInput(f"the runs of {results_dir} name several files for quality_from: {', '.join(map(str, named))}.")
     path = quality_from or next((Path(str(name)) for name in named), None)
-    if path is None:
-        return results, PerplexityReference.of(str(results_dir), results), notes
+    if path is None:  # runs for times only have the perplexities of the others
+        reference = PerplexityReference.of(str(results_dir / "results.jsonl"), results)
+        return with_quality(results, reference)[0], reference, notes
     reference, complaints = perplexity_reference(path)
     results, unmatched = with_quality(results, reference)
     return results, reference, [*notes, *complaints, *unmatched]

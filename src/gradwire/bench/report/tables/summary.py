@@ -141,14 +141,15 @@ def header(results: Sequence[Result]) -> str:
     statuses = [row.status for row in results]
     counts = ", ".join(f"{statuses.count(status)} {status}" for status in STATUSES if status in statuses)
     measured = [row for row in results if row.status in ("ok", "diverged")]
+    steps = distinct(sorted(row.steps for row in measured if row.steps))
+    optimizers = distinct(row.optimizer for row in measured)
     properties = {
         "dataset": (row.dataset for row in measured),
         "model": (
             f"{row.model}{number(row.parameters, ', {:,} parameters').removeprefix(MISSING)}" for row in measured
         ),
         "training": (
-            f"{row.steps} steps of {row.batch_size} samples per rank, at most {row.max_length} tokens each, "
-            f"{row.optimizer}"
+            f"{steps} steps of {row.batch_size} samples per rank, at most {row.max_length} tokens each, {optimizers}"
             for row in measured
         ),
         "privacy": map(privacy, measured),

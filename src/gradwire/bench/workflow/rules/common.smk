@@ -136,7 +136,17 @@ def method_of(wildcards):
 
 def cell_json(wildcards):
     """A cell's options as `--comm_config_json` takes them."""
-    return json.dumps(CELLS[wildcards.compressor].flat())
+    return json.dumps(EXPERIMENT.cell_of(run_of(wildcards)).flat())
+
+
+def training_flags(wildcards):
+    """The training settings of a run as flags."""
+    return to_flags(EXPERIMENT.training_of(run_of(wildcards)))
+
+
+def run_of(wildcards):
+    """The run of a job."""
+    return Run.of(dict(wildcards.items()))
 
 
 @cache
@@ -164,12 +174,12 @@ def world_size_of(wildcards):
 
 def islands_of(wildcards):
     """The number of islands that the ranks form."""
-    return Run.of(dict(wildcards.items())).islands
+    return run_of(wildcards).islands
 
 
 def simulated(wildcards):
     """Whether the run's ranks take turns in one process."""
-    return Run.of(dict(wildcards.items())) in SIMULATED
+    return run_of(wildcards) in SIMULATED
 
 
 def processes_of(wildcards):

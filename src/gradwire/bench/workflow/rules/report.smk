@@ -9,7 +9,10 @@ TEMPLATES = files("gradwire.bench.report.page") / "templates"
 rule summarize:
     input:
         of_runs(f"{RUN}/record.json", RUNS),
-        of_runs(f"{RUN}/perplexity.json", RUNS if EXPERIMENT.training.evaluate else []),
+        of_runs(
+            f"{RUN}/perplexity.json",
+            [run for run in RUNS if EXPERIMENT.training_of(run).evaluate],
+        ),
         of_runs(f"{RUN}/profile.json", TRACED),
         of_runs(f"{GRADIENTS}/validation.json", EXPERIMENT.gradient_runs(RUNS)),
         of_runs(f"{GRADIENTS}/norms.parquet", EXPERIMENT.norm_runs(RUNS)),

@@ -31,7 +31,7 @@ rule train:
         islands=islands_of,
         processes=processes_of,
         simulation=simulation_of,
-        flags=to_flags(EXPERIMENT.training),
+        flags=training_flags,
     shell:
         "export OMP_NUM_THREADS=$(( {threads} > {params.ranks} ? {threads} / {params.ranks} : 1 ));"
         " gradwire launch --attempt {resources.attempt} --nodes {resources.nodes} --world_size {params.processes}"
