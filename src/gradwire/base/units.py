@@ -36,6 +36,12 @@ def rate_text(rate: float) -> str:
     return f"{float(f'{rate / RATES[unit]:.3g}'):g}{unit}"
 
 
+def spoken(rate: str) -> str:
+    """A rate as in a sentence: ``20 Mbit/s`` for ``20mbit``."""
+    number, unit = re.fullmatch(r"([\d.]+)\s*(\w+)", rate.strip()).groups()  # type: ignore[union-attr]
+    return f"{number} {unit.capitalize() if unit != 'kbit' else unit}/s"
+
+
 def seconds(text: str) -> float:
     """A time, such as ``50us`` or ``0.2ms``, in seconds.
 

@@ -151,16 +151,19 @@ def test_each_row_has_a_command_that_repeats_its_runs(folder, page):
 
 
 def test_every_section_is_there_in_order_with_its_figures_as_files(folder, page):
-    keys = "headline validity cells pareto targets loss step-time scaling winners gradient-error stores environment"
+    keys = "headline pareto winners loss gradient-error step-time cells validity stores environment"
     assert re.findall(r'<section id="([a-z-]+)"', page) == keys.split()
+    assert re.findall(r'<a href="#([a-z-]+)">', page.split("<nav")[1].split("</nav>")[0]) == keys.split()
     names = re.findall(r'<figure id="figure-([^"]+)">', page)
     assert {name.split("-ddp")[0] for name in names} == {
         *("pareto-bytes", "pareto-time", "loss-steps", "loss-seconds", "step-time", "winners", "gradient-error"),
         "validation-loss",
         *("residual-norm", "headline"),
     }
-    scaling = page.split('<section id="scaling"')[1].split("</section>")[0]
-    assert "Not shown: no strategy ran at two world sizes" in scaling
+    for question in page.split('<h2 class="question">')[1:]:
+        open_figures = re.sub(r"<details.*?</details>", "", question, flags=re.DOTALL).count("<figure")
+        assert open_figures == min(question.count("<figure"), 2)
+    assert "Scaling over world sizes: no strategy ran at two world sizes." in page.split("</section>")[-1]
     for name in names:
         assert ET.parse(folder / "figures" / f"{name}.svg").getroot().tag.endswith("svg")
         assert (folder / "figures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
@@ -211,7 +214,8 @@ def test_only_failed_cells_make_a_page_that_says_so(tmp_path):
     ]
     page = report(made_results.write(tmp_path / "demo", results))
     assert page.count("rank 0: no space left") == 2
-    assert page.count("Not shown: no run has a result.") >= 5
+    absent = page.split("What this experiment does not have")[1]
+    assert absent.count(": no run has a result.") >= 5
     assert "<figure" not in page
 
 

@@ -130,6 +130,7 @@ class Section:
 
     Args:
         key: Its id, and the start of its file names.
+        question: The question that it answers, the heading of its sections together; empty for the first section.
         title: Its heading.
         short: The heading in the list of sections.
         lead: What it shows and how it was computed.
@@ -138,12 +139,13 @@ class Section:
         gates: Checks.
         failures: Runs without a result.
         plots: Figures to draw.
-        tables: Tables; the first is shown, the others are folded.
+        tables: Tables.
         notes: Further notes.
         findings: Which compressor wins in which regime.
     """
 
     key: str
+    question: str
     title: str
     short: str
     lead: str = ""
@@ -159,7 +161,7 @@ class Section:
 
 @cache
 def captions() -> dict[str, dict[str, str]]:
-    """The title, the short title and the lead of each section."""
+    """The question, the title, the short title and the lead of each section."""
     read: dict[str, dict[str, str]] = yaml.safe_load((TEMPLATES / "captions.yaml").read_text(encoding="utf-8"))
     return read
 
@@ -169,7 +171,7 @@ def section(key: str, content: Content, **values: Any) -> Section:
     known = {"baseline": BASELINE, "bf16": BF16, "spread": SPREAD, "least": LEAST, "windows": WINDOWS} | values
     caption = captions()[key]
     title = caption["title"].format_map(known)
-    short = caption.get("short", title)
+    names = caption.get("question", ""), title, caption.get("short", title)
     if isinstance(content, str):
-        return Section(key, title, short, absent=content)
-    return Section(key, title, short, caption.get("lead", "").format_map(known), **content)
+        return Section(key, *names, absent=content)
+    return Section(key, *names, caption.get("lead", "").format_map(known), **content)

@@ -9,7 +9,7 @@ import os
 import re
 import xml.etree.ElementTree as ET
 from collections.abc import Mapping, Sequence
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from gradwire.bench.report.page.style import COLOURS, GRID, INK, MUTED, NEUTRAL,
 from gradwire.bench.report.tables.headline import question
 
 PNG: Any = {"format": "png", "dpi": 200, "pil_kwargs": {"compress_level": 1}}  # a sixth larger, sooner written
+FIRST_LEVEL = 2  # figures of a question that are not folded
 FEW = 4  # figures per process, below which another process does not pay off
 SVG = "http://www.w3.org/2000/svg"
 HREF = "{http://www.w3.org/1999/xlink}href"
@@ -68,11 +69,14 @@ def render(data: Data, sections: Sequence[Section], figures: Mapping[str, Sequen
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    present = [section for section in sections if not section.absent]
     return environment.get_template("page.html.j2").render(
         name=data.results_dir.resolve().name,
         question=question(data.results_dir, data.cells),
         version=__version__,
-        sections=sections,
+        first_level=FIRST_LEVEL,
+        questions=[(name, list(of)) for name, of in groupby(present, lambda section: section.question)],
+        absent=[section for section in sections if section.absent],
         notes=data.notes,
         drawn={key: [(name, Markup(svg)) for name, svg in of] for key, of in figures.items()},
         style=Markup((TEMPLATES / "page.css").read_text(encoding="utf-8")),

@@ -43,8 +43,7 @@ COSTS = {
     "bytes": ("sent_mb", "gradient megabytes sent per rank and step"),
     "time": ("step_time_ms_mean", "step time, ms"),
 }
-WIDE = 10.0  # a ratio of costs above which their axis is logarithmic
-NARROW = 1.25  # a ratio of costs below which their axis begins at 0
+NARROW = 2.0  # a ratio of costs below which their axis shows more than them
 LARGE = 10.0  # percent: larger differences are drawn on a logarithmic scale
 AROUND = [  # where a name may be: points from its point, and the side of it that is there
     *((x, y, side, height) for y, height in ((4, "bottom"), (-4, "top")) for x, side in ((5, "left"), (-5, "right"))),
@@ -145,11 +144,12 @@ def draw(cost: str, group: Group, cells: pd.DataFrame, runs: pd.DataFrame, looks
     if np.abs(y).max() > LARGE:
         ax.set_yscale("symlog", linthresh=1, linscale=0.6)
     ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:+g}" if value else "0"))
-    if 0 < WIDE * x.min() < x.max():
+    if x.min() > 0:
         logarithmic(ax, "x")
     ax.margins(x=0.12, y=0.1)
-    if ax.get_xscale() == "linear" and x.max() < NARROW * x.min():
-        ax.set_xlim(left=0)  # costs that hardly differ look so
+    if x.max() < NARROW * x.min():  # costs that hardly differ look so
+        middle, half = (x.min() * x.max()) ** 0.5, NARROW**0.5
+        ax.set_xlim(middle / half, middle * half)
     legend(figure, handles, cells["compressor"].tolist())
     name_points(ax, np.column_stack([x, y]), dict(zip(best.tolist(), cells["compressor"].iloc[best], strict=True)))
     names = ", ".join(cells["compressor"].iloc[best])

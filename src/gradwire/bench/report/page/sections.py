@@ -23,32 +23,48 @@ from gradwire.bench.report.page.style import Drawing, timed
 from gradwire.bench.report.rows.checks import gates, listed, privacy, validations
 from gradwire.bench.report.rows.measurements import measurement_of, unpredictable, usable
 from gradwire.bench.report.rows.record import Result
-from gradwire.bench.report.tables.cells import ALL_CELLS, EFFICIENCY, GROUP, NAMES, Group, on_one_link
+from gradwire.bench.report.tables.cells import (
+    ALL_BYTES_HINT,
+    ALL_CELLS,
+    COMPRESSOR,
+    EFFICIENCY,
+    GROUP,
+    NAMES,
+    WORSE_HINT,
+    Group,
+    on_one_link,
+)
 from gradwire.bench.report.tables.comparison import QUANTITIES, common, differences, over_cells, table, unlike
-from gradwire.bench.report.tables.headline import Finding
+from gradwire.bench.report.tables.headline import Finding, place
 from gradwire.bench.report.tables.summary import distinct, versions
 from gradwire.bench.report.tables.table import MISSING, Column, Table, text
 from gradwire.bench.report.tables.time_to_loss import TARGETS, records
 from gradwire.bench.statistics.cost_model import Model, leave_one_link_out
 
 NO_RESULT = "no run has a result"
+CHOICE = (
+    COMPRESSOR,
+    Column("fewer bytes", "all_bytes_ratio", "{:.1f}", " ×", hint=ALL_BYTES_HINT),
+    Column("perplexity", "worse_percent", "{:+z.1f}", " %", base=BASELINE, hint=WORSE_HINT),
+    Column("faster", "speed_up", "{:.2f}", " ×", base=BASELINE, hint="step time of none over this one's"),
+)
 STORES = (text("run", "run"), text("check", "name"), text("result", "result"), text("detail", "detail"))
 ENVIRONMENTS = (Column("ranks", "ranks", "{:d}"), text("of runs", "runs"), text("rank numbers", "numbers"))
 
 
 def sections(data: Data) -> Iterator[Section]:
-    """All sections."""
+    """All sections, those of a question together."""
     yield section("headline", headline(data))
-    yield section("validity", validity(data))
-    yield section("cells", all_cells(data))
     yield section("pareto", pareto(data))
     yield section("targets", time_to_target(data))
-    yield section("loss", loss(data))
-    yield section("step-time", step_times(data))
-    yield section("scaling", scaling(data))
     content, values = winners(data)
     yield section("winners", content, **values)
+    yield section("loss", loss(data))
     yield section("gradient-error", gradient_error(data))
+    yield section("step-time", step_times(data))
+    yield section("scaling", scaling(data))
+    yield section("cells", all_cells(data))
+    yield section("validity", validity(data))
     yield section("stores", stores(data))
     yield section("environment", environments(data))
 
@@ -60,11 +76,21 @@ def headline(data: Data) -> Content:
     if not data.findings:
         return f"no compressor and {BASELINE} ran on several ranks"
     first = data.findings[0]
+    broken = [gate for gate in gates(data.results, data.cells, data.results_dir, data.shared) if gate.state == "failed"]
+    notes = [f"A check failed: {gate.name}: {gate.text}" for gate in broken]
+    content = {"findings": data.findings, "tables": [choice(data.cells, first)], "notes": notes}
     drawing = next(figures_of(data, first), None)
     if drawing is None:
-        return {"findings": data.findings}
+        return content
     shown = timed(drawing, data.shared and first.cost != "bytes")
-    return {"findings": data.findings, "plots": [lambda: shown()._replace(name="headline")]}
+    return content | {"plots": [lambda: shown()._replace(name="headline")]}
+
+
+def choice(cells: pd.DataFrame, finding: Finding) -> Table:
+    """The compressors of a finding's regime: what each saves, costs and gains."""
+    of_group = cells[(cells[GROUP] == list(finding.group)).all(axis=1)]
+    lines = of_group.sort_values("speed_up", ascending=False).to_dict("records")
+    return Table.of("choice", f"The choice: {finding.regime}, {place(finding.group.link)}", lines, CHOICE)
 
 
 def figures_of(data: Data, finding: Finding) -> Iterator[Drawing]:
@@ -83,6 +109,8 @@ def validity(data: Data) -> Content:
     results = data.results
     measured = [row for row in results if row.status in ("ok", "diverged")]
     precisions = {row.precision for row in measured}
+    steps = distinct(sorted(row.steps for row in measured if row.steps))
+    optimizers = distinct(row.optimizer for row in measured)
     properties = {
         "runs": f"{len(results)} in {len({row.run_name.rpartition('/')[0] for row in results})} cells",
         "compressors": distinct(row.compressor for row in results),
@@ -95,8 +123,7 @@ def validity(data: Data) -> Content:
         ),
         "dataset": distinct(row.dataset for row in measured),
         "training": distinct(
-            f"{row.steps} steps of {row.batch_size} × {row.max_length} tokens per rank, {row.optimizer}"
-            for row in measured
+            f"{steps} steps of {row.batch_size} × {row.max_length} tokens per rank, {optimizers}" for row in measured
         ),
         "precision": ", ".join(sorted(precisions)) if precisions != {"fp32"} else "",
         "privacy": distinct(map(privacy, measured)),
@@ -182,24 +209,23 @@ def loss(data: Data) -> Content:
     lines, validated = data.lines("loss"), data.lines("val_loss")
     if not lines:
         return "no run has a steps.parquet" if data.ok else NO_RESULT
-    several = {  # a curve: the loss of a last evaluation alone is in the table
-        group: of_group
-        for group, of_group in validated.items()
-        if any(len(line.steps) > 1 for line in of_group.values())
-    }
     over_seconds = curves.plots(curves.LOSS_SECONDS, lines, data.looks)
     return {
         "plots": [
             *over_steps(data, curves.LOSS_STEPS, lines),
             *(timed(plot, data.shared) for plot in over_seconds),
-            *over_steps(data, curves.VALIDATION, several),
+            *over_steps(data, curves.VALIDATION, validated),
         ]
     }
 
 
 def over_steps(data: Data, kind: curves.Kind, lines: Mapping[Group, curves.Lines]) -> Iterator[Drawing]:
-    """Figures over steps, which do not depend on the link, on one link."""
-    return curves.plots(kind, {group: lines[group] for group in on_one_link(lines)}, data.looks)
+    """Figures over steps, which do not depend on the link, on one link; a point alone is no curve."""
+    several = {
+        group: {label: line for label, line in lines[group].items() if len(line.steps) > 1}
+        for group in on_one_link(lines)
+    }
+    return curves.plots(kind, dict(sorted(several.items(), key=lambda item: -len(item[1]))), data.looks)
 
 
 def step_times(data: Data) -> Content:

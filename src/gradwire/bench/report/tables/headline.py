@@ -16,6 +16,7 @@ import pandas as pd
 
 from gradwire.base.errors import BadInput
 from gradwire.base.files import read_json
+from gradwire.base.units import UNSHAPED, spoken
 from gradwire.bench.config import BASELINE
 from gradwire.bench.report.rows.quality import PerplexityReference
 from gradwire.bench.report.rows.record import BF16, Result
@@ -24,6 +25,7 @@ from gradwire.bench.report.tables.table import MISSING, number, spread
 from gradwire.bench.report.tables.time_to_loss import Cell, Goal, is_perplexity
 from gradwire.bench.statistics.seeds import TOLERANCE, Estimate, percents
 from gradwire.comm.communication import preset
+from gradwire.comm.topology import between_islands
 
 COMPRESSES = 1.01  # gradient bytes: a control such as `exchange` sends as many as the baseline
 NAMED = 4  # compressors in the title
@@ -37,7 +39,7 @@ class Finding(NamedTuple):
     Attributes:
         group: The regime.
         regime: Its name.
-        number: The number that counts most, such as ``1.31 × faster`` or ``50.3 × sooner``.
+        number: The number that counts most, such as ``1.31 times faster`` or ``50.3 times sooner``.
         text: The whole finding.
         cost: What the number is of: ``target``, or a key of `page.fronts.COSTS`.
         gain: How many times sooner or faster, at most 1 where it is not clear; 0 where nothing qualifies.
@@ -99,38 +101,53 @@ def finding(group: Group, cells: pd.DataFrame, known: Known) -> Finding:
 
     The one that is the soonest at a target; else the fastest; if none is faster, the one of fewest bytes.
     """
-    link = "no shaped link" if group.link == "none" else f"{group.link} links"
-    regime = f"{group.strategy}, {group.world_size} ranks, {link}"
+    regime = f"{group.strategy}, {group.world_size} ranks"
     compressing = compressed(cells)
     valid = compressing[~compressing["gated"].astype(bool) & compressing["speed_up"].notna()]
     if valid.empty:
         reason = f"no compressor stays within {TOLERANCE:g} % of {BASELINE}'s perplexity."
         return Finding(group, regime, MISSING, reason)
-    goal = None
+    goal, verdict = None, ""
     if (soonest := sooner(group, valid, known)) is not None:
         goal, label, seconds, reference, usual = soonest
         best, gain, cost = valid[valid["compressor"] == label].to_dict("records")[0], usual / seconds, "target"
-        number = f"{gain:.3g} × sooner"
+        number = f"{gain:.3g} times sooner"
         begin = f"{label} reaches {goal.named} in {seconds:,.0f} s, {reference} in {usual:,.0f} s: "
-        pace = f"steps {best['speed_up']:.2f} × as fast"
+        pace = f"steps {best['speed_up']:.2f} times as fast"
     elif len(faster := valid[valid["speed_up_low"].fillna(valid["speed_up"]) > 1]):
         best, cost = _best(faster, "speed_up"), "time"
         gain, begin = best["speed_up"], f"{best['compressor']}: "
-        number = pace = f"{gain:.2f} × faster"
+        number = pace = f"{gain:.2f} times faster"
     else:
         best, cost = _best(valid, "all_bytes_ratio"), "bytes"
         gain, begin = min(best["speed_up"], 1), f"{best['compressor']}: "
-        number = f"{best['all_bytes_ratio']:.1f} × fewer bytes"
-        clear = "no clear gain" if best["speed_up"] > 1 else "no faster"
-        pace = f"{best['speed_up']:.2f} × the speed of {BASELINE}: {clear}"
+        number = fewer(best["all_bytes_ratio"])
+        pace = f"{best['speed_up']:.2f} times the speed of {BASELINE}"
+        verdict = f": {'no clear gain' if best['speed_up'] > 1 else 'no faster'}"
     doubts = ["one seed"] * (best["n"] < 2) + ["times shared"] * known.shared
-    pace += f" ({', '.join(doubts)})" if doubts else ""
+    pace += f" {place(group.link)}{verdict}" + (f" ({', '.join(doubts)})" if doubts else "")
+    gradients = "" if best["strategy"] == "ddp" else f" ({best['compression_ratio']:.1f} for gradients)"
     worse = Estimate(*(best[column] for column in (WORSE_PERCENT[1], WORSE_PERCENT[0], *WORSE_PERCENT[2:])))
-    saved = (
-        f"{best['compression_ratio']:.1f} × fewer gradient bytes, {best['all_bytes_ratio']:.1f} × fewer in all, "
-        f"perplexity {percent(worse)} against {BASELINE}"
-    )
+    saved = f"{fewer(best['all_bytes_ratio'])}{gradients}, {perplexity(worse)}"
     return Finding(group, regime, number, f"{begin}{saved}, {pace}.{steps(group, best, known, goal)}", cost, gain)
+
+
+def fewer(ratio: float) -> str:
+    """How many times fewer bytes."""
+    return f"{ratio:.1f} times fewer bytes"
+
+
+def place(link: str) -> str:
+    """Where a step was timed: ``at 20 Mbit/s``."""
+    if link == UNSHAPED:
+        return "without a slow link"
+    return f"at {spoken(link.rpartition('-')[2])}" + (" between islands" if between_islands(link) else "")
+
+
+def perplexity(difference: Estimate) -> str:
+    """A perplexity against the baseline's in words: the same within the tolerance."""
+    same = abs(difference.mean) <= TOLERANCE
+    return f"{'the same perplexity,' if same else 'perplexity'} {percent(difference)}"
 
 
 def sooner(group: Group, valid: pd.DataFrame, known: Known) -> tuple[Goal, str, float, str, float] | None:
