@@ -58,6 +58,9 @@ ELSEWHERE = {  # first line of a block: what runs it
     "gradwire tokenize --data_path train.jsonl --output_dir tokens --vocab_size 4096 --max_length 256": (
         "tests/attribution/collect/test_less.py"
     ),
+    "gradwire launch --world_size 2 -- train --data_path train.jsonl --output_dir warmup \\": (
+        "tests/attribution/collect/test_less.py"
+    ),
     "gradwire grads lds --data_path tokens/shards --max_samples 250 --steps 60 --batch_size 16 --dim 2048"
     " --output_dir judged": "tests/bench/judge/test_attribution.py, with fewer trainings",
 }

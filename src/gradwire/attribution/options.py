@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -28,6 +29,19 @@ Metric = Literal["cosine", "dot"]
 Count = Annotated[int, COUNT]
 PROJECTION: Projection = "sjlt"
 PROJECTION_OF_MODULES: Projection = "rademacher"  # not all projections have rows of modules: `projections.OF_PARTS`
+
+
+def number_of(text: str, total: int) -> int:
+    """Return a number that is given as such, or as a share of ``total`` such as ``5%``, of which at least 1.
+
+    Raises:
+        ValueError: If it is neither.
+    """
+    match = re.fullmatch(r"([0-9]+)|([0-9]*\.?[0-9]+)%", text)
+    value = float(match[1] or match[2]) if match else 0.0
+    if match is None or not value or (match[2] and value > 100):
+        raise ValueError(f"{text!r} is neither a number, such as 100, nor a share, such as 5%")
+    return max(1, round(total * value / 100)) if match[2] else int(value)
 
 
 class LossOptions(Strict):

@@ -36,6 +36,7 @@ VERBS = {
     "grads query": Verb(
         "gradwire.attribution.query.query", "find the samples whose gradients are nearest to that of a text"
     ),
+    "grads less": Verb("gradwire.bench.grads_less", "select training data for validation data, as LESS does"),
     "grads index": Verb(
         "gradwire.attribution.query.index", "build a FAISS index of a gradient store, for faster queries"
     ),

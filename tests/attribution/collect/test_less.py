@@ -23,38 +23,53 @@ def written(path, values):
     path.write_text("".join(json.dumps(value) + "\n" for value in values))
 
 
-@pytest.mark.full
-def test_the_commands_of_the_page_select_as_less_does(tmp_path):
+WORDS = ("gradient", "sample", "wire", "rank", "shard", "token", "byte", "sum", "mean", "row")
+TRAIN = [
+    {"id": f"sum/{i}", "prompt": f"{WORDS[i % 10]} and {WORDS[i % 7]}:", "completion": f" {WORDS[i % 10]} {i}"}
+    for i in range(40)
+] + [
+    {"id": f"chat/{i}", "messages": [{"role": role, "content": f"{WORDS[i % 9]} {role} {i}"} for role in roles]}
+    for i in range(40)
+    for roles in [("user", "assistant")]
+]
+VALIDATION = {
+    task: [
+        {"id": f"{task}/{i}", "prompt": f"{WORDS[i]} of {task}:", "completion": f" {WORDS[-i]}"} for i in range(count)
+    ]
+    for task, count in (("anatomy", 3), ("law", 2))
+}
+
+
+def run_page(section, folder):
+    """Run the commands of a section of the page."""
     page = (ROOT / "docs/gradients.md").read_text(encoding="utf-8")
-    (commands,) = re.findall(
-        r"```sh\n(.*?)```", page.partition("## Select data as LESS does\n")[2].partition("\n## ")[0], re.S
-    )
-    words = ["gradient", "sample", "wire", "rank", "shard", "token", "byte", "sum", "mean", "row"]
-    written(
-        tmp_path / "train.jsonl",
-        [
-            {"id": f"sum/{i}", "prompt": f"{words[i % 10]} and {words[i % 7]}:", "completion": f" {words[i % 10]} {i}"}
-            for i in range(40)
-        ]
-        + [
-            {"id": f"chat/{i}", "messages": [{"role": role, "content": f"{words[i % 9]} {role} {i}"} for role in roles]}
-            for i in range(40)
-            for roles in [("user", "assistant")]
-        ],
-    )
-    written(
-        tmp_path / "validation.jsonl",
-        [
-            {"id": f"{task}/{i}", "prompt": f"{words[i]} of {task}:", "completion": f" {words[-i]}"}
-            for task, count in (("anatomy", 3), ("law", 2))
-            for i in range(count)
-        ],
-    )
+    (commands,) = re.findall(r"```sh\n(.*?)```", page.partition(f"## {section}\n")[2].partition("\n## ")[0], re.S)
     tools = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    env = {**os.environ, "PATH": tools, "PYTHONPATH": str(ROOT / "src"), "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    done = subprocess.run(["bash", "-euc", commands], cwd=tmp_path, env=env, capture_output=True, text=True)
+    env = {**os.environ, "PATH": tools, "PYTHONPATH": str(ROOT / "src"), "XDG_CACHE_HOME": str(folder / "cache")}
+    done = subprocess.run(["bash", "-euc", commands], cwd=folder, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
+
+@pytest.mark.full
+def test_two_commands_select_documents_as_they_were_given(tmp_path):
+    written(tmp_path / "train.jsonl", [*TRAIN, {**TRAIN[3], "id": "copy"}, {**TRAIN[50], "id": "another"}])
+    for task, documents_of_task in VALIDATION.items():
+        written(tmp_path / f"{task}.jsonl", documents_of_task)
+    run_page("Select data in two commands", tmp_path)
+    lines = [json.loads(line) for line in (tmp_path / "selected/top.jsonl").read_text().splitlines()]
+    by_id = {one["id"]: one for one in [*TRAIN]}
+    assert len(lines) == 4 and all(line == by_id[line["id"]] for line in lines)  # 5 % of 82
+    stated = json.loads((tmp_path / "selected/less.json").read_text())["checkpoints"]
+    assert [each["step"] for each in stated] == [20, 40, 60]
+
+
+@pytest.mark.full
+def test_the_commands_of_the_page_select_as_less_does(tmp_path):
+    written(tmp_path / "train.jsonl", TRAIN)
+    written(
+        tmp_path / "validation.jsonl", [one for documents_of_task in VALIDATION.values() for one in documents_of_task]
+    )
+    run_page("Select data as LESS does", tmp_path)
     pairs, rates = 0.0, []
     for step in (20, 40, 60):
         one, other = (
