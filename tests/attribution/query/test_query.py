@@ -168,7 +168,9 @@ def test_the_result_is_also_a_file_and_a_table(stores, tmp_path, capsys):
         assert " ".join(one["text"].split()) in " ".join(line.split()) or line.endswith("…")
     hostile = [{"rank": 1, "score": 0.5, "sample_id": "a\x1b[2J\n" + "b" * 99, "text": "\x1b]0;x\x07 y\u202ez" * 90}]
     lines = query.table(hostile, 100).split("\n")
-    assert len(lines) == 2 and all(line.isprintable() and len(line) <= 100 for line in lines)
+    assert len(lines) == 2 and all(line.isprintable() and len(line) <= 150 for line in lines)  # 104 of the id
+    module = {**hostile[0], "sample_id": "doc/1234#5@model.layers.11.self_attn.q_proj"}
+    assert module["sample_id"] in query.table([module], 80) and len(query.table([module], 80).split("\n")[1]) <= 90
 
 
 def test_a_search_holds_a_block_in_memory(tmp_path):

@@ -97,6 +97,10 @@ def damage_weights(path):
     [
         (lambda path: (path / "model.safetensors").unlink(), "holds no model: model.safetensors is missing"),
         (lambda path: (path / "config.json").unlink(), "holds no model: config.json is missing"),
+        (
+            lambda path: (path / "config.json").rename(path / "adapter_config.json"),
+            "holds a LoRA adapter: pass it as --lora_dir, and the model that it is of as --model_dir",
+        ),
         (lambda path: (path / "config.json").write_text("{"), "cannot be read"),
         (damage_weights, "cannot be read"),
         (lambda path: edit(path / "config.json", n_embd=64), "cannot be read"),

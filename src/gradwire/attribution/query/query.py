@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 RESULT = "query.json"
 ASKED = ("prompt", "data_path", "sample_id")
-WIDEST_ID = 40  # characters of an id in the table
+LONGEST_ID, LEAST_TEXT = 200, 20  # characters in the table
 
 
 class StoreOptions(CurvatureOptions, PlaceOptions):
@@ -115,17 +115,18 @@ def rows_of(searcher: Searcher, options: Options) -> NDArray[np.float32]:
 
 
 def table(top: Sequence[Mapping[str, Any]], width: int | None = None) -> str:
-    """Format the samples found, one per line of at most ``width`` columns (default: the terminal's)."""
+    """Format the samples found, one per line of ``width`` columns (default: the terminal's), or more for long ids."""
     wide = width or shutil.get_terminal_size((120, 24)).columns
-    ids = [_line(sample["sample_id"], WIDEST_ID) for sample in top]
+    ids = [_line(sample["sample_id"], LONGEST_ID) for sample in top]
     widest = max(len("sample_id"), *map(len, ids))
     head = f"{'rank':>4}  {'score':>10}  {'sample_id':<{widest}}  text"
+    room = max(wide - len(head) + len("text"), LEAST_TEXT)
     lines = [
         f"{sample['rank']:>4}  {sample['score']:>10.4g}  {id_:<{widest}}  "
-        f"{sample.get('title', '')} {sample.get('text', '')}"
+        + _line(f"{sample.get('title', '')} {sample.get('text', '')}", room)
         for sample, id_ in zip(top, ids, strict=True)
     ]
-    return "\n".join([head, *(_line(line, wide) for line in lines)])
+    return "\n".join([head, *lines])
 
 
 def _line(text: str, width: int) -> str:

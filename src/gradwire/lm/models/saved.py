@@ -28,6 +28,10 @@ def check(path: Path) -> None:
     Raises:
         BadInput: If a file is missing or invalid, or an adapter is beside the model.
     """
+    if not (Path(path) / CONFIG).is_file() and (Path(path) / ADAPTER).is_file():
+        raise BadInput(
+            f"{path} holds a LoRA adapter: pass it as --lora_dir, and the model that it is of as --model_dir."
+        )
     if not (Path(path) / CONFIG).is_file():
         raise BadInput(f"{path} holds no model: {CONFIG} is missing.")
     if (Path(path) / ADAPTER).is_file():
