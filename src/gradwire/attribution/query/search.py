@@ -16,6 +16,7 @@ from gradwire.attribution.store.row_file import BoundRows, RowFile
 from gradwire.base.errors import BadInput
 
 BLOCK_BYTES = 1 << 20  # of rows: a block and its float64 copy stay in a core's cache
+LEAST = 1e-24  # of a squared norm in float32: the squares of smaller entries would be lost
 
 
 class Store(NamedTuple):
@@ -44,7 +45,7 @@ def open_store(path: Path) -> Store:
     if not (path / provenance.MANIFEST).is_file() or not names.exist():
         raise BadInput(f"{path} is not a merged store: run `gradwire grads aggregate` and pass its dim<N> folder.")
     made = provenance.read_manifest(path)
-    if wrong := provenance.differing(path, made):
+    if wrong := provenance.differing_since(path, made):
         raise BadInput(f"{wrong[0]}; run `gradwire grads aggregate` again.")
     return Store(path, BoundRows(names, made.dim, made), made)
 
@@ -73,6 +74,8 @@ def nearest(
     Raises:
         BadInput: If a row found is not what was collected for its id.
     """
+    if among is None and solve is identity:
+        among = possible(RowFile(searched.rows.names.rows), against, metric, count)
     rows = RowFile(searched.rows.names.rows) if among is None else searched.rows.take(among)
     scores = scored(rows, against, metric, solve)
     best = order_of(scores)[:count]
@@ -82,6 +85,39 @@ def nearest(
         Found(position, searched.rows.ids[position], score)
         for position, score in zip(positions, scores[best].tolist(), strict=True)
     ]
+
+
+def possible(rows: RowFile, against: NDArray[np.float64], metric: str, count: int) -> NDArray[np.int64] | None:
+    """Return the positions, ascending, of the rows that may be among the ``count`` nearest; None for all rows.
+
+    Scores in float32 and bounds on their errors exclude the others: a sum of D products errs by at most D · 2⁻²⁴ of
+    the product of the norms (Higham, 2002, section 3.1), and the bound has a margin of 4.
+
+    Args:
+        rows: The rows.
+        against: The target, [m, D].
+        metric: ``cosine`` or ``dot``.
+        count: Number of rows to find.
+    """
+    directions = against.astype(np.float32)
+    largest = float(np.linalg.norm(against, axis=1).max())
+    scores, squares = np.empty(rows.shape[0], np.float32), np.empty(rows.shape[0], np.float32)
+    done = 0
+    for block in rows.chunks(block_rows(rows.shape[1])):
+        part = slice(done, done + len(block))
+        scores[part], squares[part] = (block @ directions.T).max(1), np.einsum("ij,ij->i", block, block)
+        done += len(block)
+    norms = np.sqrt(squares.astype(np.float64))
+    sized = (squares > LEAST) & np.isfinite(squares) & np.isfinite(scores)
+    if not LEAST < largest**2 < np.inf or sized.sum() < count:
+        return None
+    scale = norms[sized] if metric == "cosine" else 1.0
+    exact = scores[sized].astype(np.float64) / scale
+    error = 4 * rows.shape[1] * 2.0**-24 * largest * norms[sized] / scale
+    threshold = np.partition(exact - error, -count)[-count]
+    near = ~sized  # whose float32 numbers say nothing
+    near[sized] = exact + error >= threshold
+    return np.flatnonzero(near)
 
 
 def groups_of(over: str, count: int) -> NDArray[np.int64]:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gradwire.attribution.collect.rows import RowMaker, Samples
 from gradwire.attribution.query.curvature import Solve, solver
 from gradwire.attribution.query.index import Index
 from gradwire.attribution.query.search import groups_of, nearest, open_store, target
@@ -29,6 +28,9 @@ from gradwire.lm.data.defaults import ChatFormat
 from gradwire.lm.data.shards import Sample, Shards, chat_format_of, check
 from gradwire.lm.data.writer import encode
 from gradwire.lm.models import saved
+
+if TYPE_CHECKING:
+    from gradwire.attribution.collect.rows import RowMaker, Samples
 
 AT_ONCE = 64  # samples whose gradients are computed between two copies to NumPy
 
@@ -225,6 +227,8 @@ class Searcher:
         Raises:
             BadInput: If the model, its adapter or moments, or the projection differ from those of the store.
         """
+        from gradwire.attribution.collect.rows import RowMaker
+
         device = world.choose("auto", self._device, 1, world.detect_gpus()).device_type
         as_one = {"row_of": "sample", "modules": []}  # a query is compared as a whole with parts
         maker = RowMaker.load(self.origin.model_copy(update=as_one), torch.device(device))

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import shutil
+import time
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
 from pydantic import Field, ValidationError
 
 from gradwire.attribution.options import Projection, RowOptions, RowStrategy, RowUnit
-from gradwire.base.errors import BadInput
-from gradwire.base.files import digest, sha256_file, write_json
+from gradwire.base.errors import BadInput, RunFault
+from gradwire.base.files import digest, read_object, sha256_file, write_json
 
 FILE = "collect.json"
 MANIFEST = "manifest.json"
+CHECKED, SETTLED = "checked.json", 2  # sizes and times of files whose checksums were right; seconds
 FORMAT: Literal[4] = 4  # of the store; before, 3 had rows of samples only, 2 one row type, 1 unbound rows
 PLACES = ("model_dir", "data_path", "optimizer_dir", "lora_dir", "corpus")  # may move; their digests must not change
 LATER = ("chat_format",)  # fields that stores of this format did not always have
@@ -236,8 +240,15 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     write_json(folder / MANIFEST, manifest.model_dump())
 
 
-def differing(folder: Path, manifest: Manifest) -> list[str]:
-    """Describe the files of a folder that do not match its manifest, one sentence each."""
+def differing(folder: Path, manifest: Manifest, known: Mapping[str, str] | None = None) -> list[str]:
+    """Describe the files of a folder that do not match its manifest, one sentence each.
+
+    Args:
+        folder: The folder.
+        manifest: Its manifest.
+        known: Checksums of files that need not be read; None: of no file.
+    """
+    known = known or {}
     there = {name for name in FURTHER if (folder / name).exists()}
     unnamed = sorted({*FILES, *there} - set(manifest.sha256))
     if elsewhere := [name for name in manifest.sha256 if Path(name).name != name]:
@@ -245,5 +256,24 @@ def differing(folder: Path, manifest: Manifest) -> list[str]:
     return [f"{folder / name} is not listed in {folder / MANIFEST}" for name in unnamed] + [
         f"{folder / name} does not match {folder / MANIFEST}: its SHA-256 differs"
         for name, checksum in manifest.sha256.items()
-        if not (folder / name).is_file() or sha256_file(folder / name) != checksum
+        if not (folder / name).is_file() or (known.get(name) or sha256_file(folder / name)) != checksum
     ]
+
+
+def differing_since(folder: Path, manifest: Manifest) -> list[str]:
+    """As `differing`, but a file with the size and the time of an earlier check is not read again.
+
+    `CHECKED` remembers them, unless the folder cannot be written. A file of the last `SETTLED` seconds is not
+    remembered: a change right after its check could leave its time as it is.
+    """
+    now, path = time.time_ns(), folder / CHECKED
+    noted = read_object(path) if path.is_file() else {}
+    seen = {name: (folder / name).stat() for name in manifest.sha256 if (folder / name).is_file()}
+    states = {name: [of.st_size, of.st_mtime_ns, manifest.sha256[name]] for name, of in seen.items()}
+    known = {name: manifest.sha256[name] for name, state in states.items() if noted.get(name) == state}
+    wrong = differing(folder, manifest, known)
+    settled = {name: state for name, state in states.items() if seen[name].st_mtime_ns < now - SETTLED * 10**9}
+    if not wrong and noted != settled:
+        with suppress(RunFault):
+            write_json(path, settled)
+    return wrong
