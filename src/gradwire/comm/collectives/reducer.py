@@ -78,9 +78,9 @@ class Reduced(NamedTuple):
 
     Attributes:
         kind: ``reduce_scatter`` or ``all_reduce``.
-        flat: This rank's gradients: [world * row_numel].
+        flat: This rank's gradients: a buffer of the layout.
         layout: The layout of ``flat``.
-        mean: The delivered mean: float32 [row_numel], or [world * row_numel] for an all-reduce.
+        mean: The delivered mean: float32 [row_numel], or a buffer of the layout for an all-reduce.
     """
 
     kind: Kind
