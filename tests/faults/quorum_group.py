@@ -1,14 +1,9 @@
-"""A group of one process that trains with others through a lighthouse, and may kill itself; started by test_quorum.py.
-
-``python quorum_group.py '{"number": 0, "lighthouse": …, "out": …, …}'`` writes what it did to ``out`` when it ends.
-"""
+"""A group of one process that trains with others through a lighthouse, and may kill itself; for test_quorum.py."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -26,9 +21,9 @@ SHAPES = {"0.weight": (13, 7), "0.bias": (13,), "2.weight": (5, 13), "2.bias": (
 RATE, OUTER, H = 0.02, {"lr": 0.7, "momentum": 0.6}, 3
 
 
-def model():
+def model(width=13):
     torch.manual_seed(3)
-    return torch.nn.Sequential(torch.nn.Linear(7, 13), torch.nn.Tanh(), torch.nn.Linear(13, 5))
+    return torch.nn.Sequential(torch.nn.Linear(7, width), torch.nn.Tanh(), torch.nn.Linear(width, 5))
 
 
 def batch(number, step):
@@ -72,7 +67,7 @@ def manager_of(number, lighthouse, least=1, timeout=30.0, quorum_timeout=120.0, 
     return manager
 
 
-def kill():
+def kill_now():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -85,7 +80,7 @@ def killed_in(owner, name, due, after=False):
             return called(*args, **kwargs)
         if after:
             called(*args, **kwargs)
-        return kill()
+        return kill_now()
 
     setattr(owner, name, replaced)
 
@@ -115,48 +110,60 @@ def arm(point, last):
     return current
 
 
-def main():
-    given = json.loads(sys.argv[1])
-    number, steps, point, last = given["number"], given["steps"], *given.get("kill", ("none", -1))
+def resources():
+    """Open file descriptors and resident MiB of this process."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return len([*Path("/proc/self/fd").iterdir()]), pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def train(number, lighthouse, out, go, steps, kill=("none", -1), hold=(-1, ""), pause=0.0, options=None, manager=None):
+    """Train as one group, and write what it did to ``out`` at the end; its messages are in a file of the same name.
+
+    Args:
+        number: The group's.
+        lighthouse: Its address.
+        out: Path of what it did.
+        go: A file before which the group does not join; it makes ``out`` with the suffix ``.ready`` when it could.
+        steps: Optimizer steps of the run.
+        kill: A point of a round, and the last step of that round.
+        hold: A step, and a file that it waits for in it.
+        pause: Seconds of a step.
+        options: Of DiLoCo.
+        manager: Options of the manager.
+    """
+    log = os.open(Path(out).with_suffix(".log"), os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 2)
+    os.environ["RUST_LOG"] = "error"
     torch.set_num_threads(1)
-    current = arm(point, last)
+    (point, last), (held, until) = kill, hold
+    armed = arm(point, last)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    manager = manager_of(number, given["lighthouse"], **given.get("manager", {}))
-    Path(given["out"]).with_suffix(".ready").touch()
-    while not Path(given["go"]).exists():  # the lighthouse knows all managers that are there
+    with_manager = manager_of(number, lighthouse, **manager or {})
+    Path(out).with_suffix(".ready").touch()
+    while not Path(go).exists():  # the lighthouse knows all managers that are there
         time.sleep(0.05)
-    trained = model()
+    trained = model(**(options or {}).pop("model", {}))
     inner = torch.optim.AdamW(trained.parameters(), lr=RATE, betas=(0.8, 0.9))
-    options = {"outer": OUTER, "steps": steps, "compressor": "onebit", **given.get("options", {})}
-    optimizer = gw.DiLoCo(inner, trained, sync_every=H, manager=manager, **options)
-    current.append(optimizer)
-    anchors = {}
+    given = {"outer": OUTER, "steps": steps, "compressor": "onebit", **(options or {})}
+    optimizer = gw.DiLoCo(inner, trained, sync_every=H, manager=with_manager, **given)
+    armed.append(optimizer)
+    anchors, used = {}, []
     while (step := optimizer.reducer.step) < steps:
         for group in optimizer.param_groups:
             group["lr"] = rate(step)
         loss_of(trained, number, step).backward()
         if point == "step" and step == last:
-            kill()
+            kill_now()
         optimizer.step()
         optimizer.zero_grad()
-        held, until = given.get("hold", (-1, ""))
         while step == held and not Path(until).exists():
             time.sleep(0.05)
-        time.sleep(0.5 if step >= held >= 0 else 0)  # who has come asks for a quorum
+        time.sleep(0.5 if step >= held >= 0 else pause)  # who has come asks for a quorum
         if optimizer.in_step:
             anchors[optimizer.reducer.step] = {name: p.clone() for name, p in optimizer.anchors.items()}
-    torch.save(
-        {
-            "rounds": [tuple(entry) for entry in optimizer.quorum.rounds],
-            "joined": [tuple(entry) for entry in optimizer.quorum.joined],
-            "anchors": anchors,
-            "momenta": optimizer.momenta,
-        },
-        given["out"],
-    )
-    manager.shutdown()
+            used.append(resources())
+    joined = [tuple(entry) for entry in optimizer.quorum.joined]
+    rounds = [tuple(entry) for entry in optimizer.quorum.rounds]
+    torch.save({"rounds": rounds, "joined": joined, "anchors": anchors, "resources": used}, out)
+    with_manager.shutdown(wait=False)
     os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
+import copy
+import multiprocessing
 import subprocess
 import sys
 import time
@@ -15,12 +15,13 @@ import torch
 pytest.importorskip("torchft", reason="the extra elastic is not installed")
 
 from protocols import Protocol, by_rows
-from quorum_group import OUTER, SHAPES, H, loss_of, model, rate
+from quorum_group import OUTER, SHAPES, H, loss_of, model, rate, train
 
 from gradwire.comm.compressors import build
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(1200)]
-SCRIPT = Path(__file__).with_name("quorum_group.py")
+FORKED = multiprocessing.get_context("forkserver")  # groups that start in milliseconds
+FORKED.set_forkserver_preload(["quorum_group", "torchft"])
 STEPS, KILLED = 24, 8  # optimizer steps, and the last one of the round in which group 2 is killed
 POINTS = ("step", "encoding", "exchange", "second exchange", "agreement", "quorum")
 
@@ -50,16 +51,11 @@ class Run:
         self.started = []
 
     def start(self, number, **given):
-        out = self.folder / f"{len(self.started)}.pt"
-        given = {**self.given, "number": number, "out": str(out), "go": str(self.folder / "go"), **given}
-        path = os.pathsep.join([*sys.path, os.environ.get("PYTHONPATH", "")])
-        group = subprocess.Popen(
-            [sys.executable, str(SCRIPT), json.dumps(given)],
-            env={**os.environ, "PYTHONPATH": path, "RUST_LOG": "error", "OMP_NUM_THREADS": "1"},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        self.started.append((number, group, out))
+        out = str(self.folder / f"{len(self.started)}.pt")
+        given = {**self.given, "number": number, "out": out, "go": str(self.folder / "go"), **given}
+        group = FORKED.Process(target=train, kwargs=given)
+        group.start()
+        self.started.append((number, group, Path(out)))
         return group
 
     def together(self, *numbers, **given):
@@ -67,17 +63,25 @@ class Run:
         for number in numbers:
             self.start(number, **given.get(f"group_{number}", {}))
         while len(list(self.folder.glob("*.ready"))) < len(numbers):
-            assert all(group.poll() is None for _, group, _ in self.started), "a group could not start"
+            assert all(group.is_alive() for _, group, _ in self.started), "a group could not start"
             time.sleep(0.1)
         (self.folder / "go").touch()
+
+    def refused(self, index):
+        """What a group said that ended with an error, and is then no longer one of the run's."""
+        _, group, out = self.started[index]
+        group.join(900)
+        assert group.exitcode == 1
+        self.started[index] = None
+        return out.with_suffix(".log").read_text()
 
     def ended(self):
         """What each group wrote, in the order of their starts; None for one that was killed."""
         results = []
-        for number, group, out in self.started:
-            _, stderr = group.communicate(timeout=900)
-            assert group.returncode in (0, -9), f"group {number}: {stderr}"
-            results.append((number, torch.load(out) if group.returncode == 0 else None))
+        for number, group, out in filter(None, self.started):
+            group.join(900)
+            assert group.exitcode in (0, -9), f"group {number}: {out.with_suffix('.log').read_text()}"
+            results.append((number, torch.load(out) if group.exitcode == 0 else None))
         return results
 
 
@@ -96,7 +100,7 @@ class Simulated:
         self.models[number] = model()
         self.inner[number] = torch.optim.AdamW(self.models[number].parameters(), betas=(0.8, 0.9))
         if source is not None:
-            self.inner[number].load_state_dict(self.inner[source].state_dict())
+            self.inner[number].load_state_dict(copy.deepcopy(self.inner[source].state_dict()))
         self.residuals = {key: kept for key, kept in self.residuals.items() if key[0] != number}
         self.generators = {key: kept for key, kept in self.generators.items() if key[0] != number}
         self.settle(number)
@@ -219,11 +223,24 @@ def test_a_group_that_is_killed_leaves_a_mean_of_the_others(tmp_path, lighthouse
     assert rounds[KILLED + H] == (0, 1, 3)
 
 
+def test_groups_that_do_not_fit_end_with_a_message_and_the_others_train_on(tmp_path, lighthouse):
+    held = {"hold": (KILLED + 2, str(tmp_path / "3.ready"))}
+    run = Run(tmp_path, lighthouse, **held)
+    run.together(0, 1)
+    run.start(2, options={"compressor": "int8"})
+    run.start(1)
+    assert "group 2 does not fit the run that it joins: compressor is" in run.refused(2)
+    assert "another group 1 trains already: give each group a replica_id with another number." in run.refused(3)
+    results = run.ended()
+    assert {groups for _, result in results for _, groups, *_ in result["rounds"]} == {(0, 1)}
+    assert_simulated(results, algorithm="gather")
+
+
 def test_a_group_that_returns_trains_the_next_round_with_the_others(tmp_path, lighthouse):
     held = {"hold": (KILLED + 2, str(tmp_path / "3.ready"))}  # in a step until it is there
     run = Run(tmp_path, lighthouse, options={"algorithm": "exchange", "compressor": "natural"}, **held)
     run.together(*range(3), group_1={"kill": ("second exchange", KILLED)})
-    run.started[1][1].wait()
+    run.started[1][1].join()
     run.start(1)
     results = run.ended()
     rounds = assert_simulated(results, compressor="natural")
