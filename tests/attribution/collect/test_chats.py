@@ -12,6 +12,7 @@ from chat_templates import CHATML, make_tokenizer, marked, unmarked, write
 from transformers import AutoTokenizer
 
 from gradwire import cli
+from gradwire.attribution.collect import score
 from gradwire.attribution.query import serve
 from gradwire.attribution.query.searcher import Searcher
 from gradwire.attribution.store import provenance, store
@@ -128,6 +129,12 @@ def test_stores_of_two_formats_are_not_compared(made, tmp_path, capsys):
     words = ["--train", dim, "--validation", plain, "--output_dir", tmp_path / "selected"]
     assert cli.main(["grads", "influence", *map(str, words)]) == 2
     assert "have chats in different formats, plain and template:" in capsys.readouterr().err
+
+
+def test_queries_of_scores_are_read_as_the_samples():
+    given = {"model_dir": "m", "data_path": "a", "query_path": "b", "output_dir": "o"}
+    asked = score.of_queries(score.Options(**given, chat_format="plain", skip_invalid=True))
+    assert (str(asked.data_path), asked.chat_format, asked.skip_invalid) == ("b", "plain", True)
 
 
 def test_a_trained_model_keeps_the_template(made, tmp_path):

@@ -84,6 +84,8 @@ def of_queries(options: Options) -> SampleOptions:
         split=options.query_split,
         max_samples=options.queries,
         max_length=options.max_length,
+        chat_format=options.chat_format,
+        skip_invalid=options.skip_invalid,
         cache_dir=options.cache_dir,
     )
 
