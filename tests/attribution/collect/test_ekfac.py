@@ -19,7 +19,7 @@ from gradwire.attribution.store import store
 from gradwire.base.errors import BadInput
 from gradwire.lm.data.batches import collate
 from gradwire.lm.data.shards import Shards
-from gradwire.lm.models import causal
+from gradwire.lm.models import causal, lora
 
 DIM = 32
 
@@ -224,3 +224,45 @@ def test_a_full_disk_leaves_no_half_factors(small, tmp_path, capsys):
     file = tmp_path / "factors" / ekfac.FILE
     assert capsys.readouterr().err.strip() == f"gradwire grads factors: {file} cannot be written: File too large."
     assert not [*(tmp_path / "factors").glob(f"{ekfac.FILE}*")]
+
+
+def test_the_factors_of_an_adapter(small, collected, tmp_path, capsys):
+    """Against the dense inverse of the adapter's own gradients' factors; factors of the model are refused."""
+    pytest.importorskip("peft")
+    made = lora.attach(causal.load(small.model), small.model, rank=3, seed=1)
+    for name, parameter in made.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(len(name)))
+    made.save_pretrained(tmp_path / "adapter")
+    made = lora.attach(causal.load(small.model), small.model, adapter=tmp_path / "adapter")
+    shards = Shards(small.shards, "train")
+    words = ["--model_dir", small.model, "--data_path", small.shards, "--lora_dir", tmp_path / "adapter"]
+    folder = ["--output_dir", tmp_path / "factors", "--damping", 0.2]
+    assert cli.main(["grads", "factors", *map(str, [*words, *folder])]) == 0
+    gradients = {name: values.double() for name, values in rows_of(made, shards).items()}
+    numel = sum(values[0].numel() for values in gradients.values())
+    words += ["--grad_type", "ekfac", "--projection", "none", "--dim", numel, "--output_path", tmp_path / "run"]
+    capsys.readouterr()
+    assert cli.main(["grads", "collect", *map(str, words), "--optimizer_dir", str(collected / "factors")]) == 2
+    assert "has the factors of another model or LoRA adapter" in capsys.readouterr().err
+    assert cli.main(["grads", "collect", *map(str, words), "--optimizer_dir", str(tmp_path / "factors")]) == 0
+    found = store.read(store.all_names(tmp_path / "run" / "rank_0" / f"dim{numel}")).rows.double()
+    exact = ekfac.factored(
+        made,
+        batches_of(shards, 1),
+        lambda batch: loop.gradients(made, batch, "mean"),
+        "mean",
+        torch.device("cpu"),
+    )
+    done = 0
+    for name, values in gradients.items():
+        assert "lora_" in name
+        moment = exact.rotated(name, values.float()).double().square().mean(0)
+        inside = exact.rotated(name, values.float()).double() / (moment + 0.2 * moment.mean()).sqrt()
+        wanted = exact.rotated(name, inside.float(), back=True).double().flatten(1)
+        part = found[:, done : done + wanted.shape[1]]
+        torch.testing.assert_close(
+            part @ part.T, wanted @ wanted.T, rtol=2e-2, atol=2e-2 * float(wanted.square().sum(1).max())
+        )
+        done += wanted.shape[1]
+    assert done == numel and found.norm(dim=1).min() > 0

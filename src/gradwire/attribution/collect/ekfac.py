@@ -157,9 +157,14 @@ def digest(folder: Path) -> str:
 
 
 def load(
-    folder: Path, model_digest: str, loss: Reduction, shapes: Mapping[str, tuple[int, ...]], device: torch.device
+    folder: Path,
+    model_digest: str,
+    loss: Reduction,
+    shapes: Mapping[str, tuple[int, ...]],
+    device: torch.device,
+    adapter: str | dict[str, int] | None = None,
 ) -> EKFAC:
-    """Load the factors of a model.
+    """Load the factors of a model, or of its LoRA adapter.
 
     Args:
         folder: Their folder.
@@ -167,9 +172,10 @@ def load(
         loss: How the rows' losses reduce over a sample's targets.
         shapes: Its trainable parameters, in the order of the rows' columns.
         device: Device of the rows.
+        adapter: The adapter's digest, or what a new one is made from; None: the model itself.
 
     Raises:
-        BadInput: If they are missing, damaged, or of another model or loss.
+        BadInput: If they are missing, damaged, or of another model, adapter or loss.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -181,12 +187,16 @@ def load(
         with safe_open(path, framework="pt") as stream:
             settings = json.loads((stream.metadata() or {})["ekfac"])
             tensors = {key.partition("/")[::2]: stream.get_tensor(key) for key in stream.keys()}  # noqa: SIM118
-        damping, made_of, of_loss = float(settings["damping"]), settings["model_digest"], settings["loss"]
+        damping, of_loss = float(settings["damping"]), settings["loss"]
+        made_of = settings["model_digest"], settings.get("lora")
     except (SafetensorError, OSError, LookupError, ValueError, TypeError) as error:
         raise BadInput(f"{path} is unusable: {type(error).__name__}: {error}") from error
     moments = {name: tensors[side, name] for side, name in tensors if side == "moment"}
-    if made_of != model_digest or {name: tuple(moment.shape) for name, moment in moments.items()} != shapes:
-        raise BadInput(f"{path} has the factors of another model: run `gradwire grads factors` for this one.")
+    if made_of != (model_digest, adapter) or {name: tuple(moment.shape) for name, moment in moments.items()} != shapes:
+        raise BadInput(
+            f"{path} has the factors of another model or LoRA adapter: run `gradwire grads factors` with the same "
+            "--model_dir and --lora_dir."
+        )
     if of_loss != loss:
         raise BadInput(f"{path} has the factors of the {of_loss} of a sample's losses: collect with --loss {of_loss}.")
     moments = {name: moments[name] for name in shapes}  # in the order of the columns

@@ -14,6 +14,8 @@ from gradwire.base.flags import NOT_NEGATIVE, output_folder
 from gradwire.base.rank_env import Device
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from gradwire.lm.data.batches import Batch
 
 
@@ -24,6 +26,7 @@ class Options(LossOptions, SampleOptions):
     damping: Annotated[float, NOT_NEGATIVE] = Field(
         DAMPING, description="added to a parameter's curvature, in units of its mean"
     )
+    lora_dir: Path | None = Field(None, description="the curvature of this LoRA adapter")
     batch_size: Count = Field(8, description="samples per forward pass")
     device: Device = Field("auto", description="auto: a GPU if there is one")
 
@@ -45,13 +48,17 @@ def main(options: Options) -> None:
     from gradwire.attribution.store.samples import longest_first
     from gradwire.comm.collectives import world
     from gradwire.lm.data.batches import collate
-    from gradwire.lm.models import causal, saved
+    from gradwire.lm.models import causal, lora, saved
 
     methods.check_dense(options.model_dir)
     shards = options.checked_samples()
     count = options.count(len(shards))
     device = torch.device(world.choose("auto", options.device, 1, world.detect_gpus()).device_type)
-    model = causal.load_finite(options.model_dir).to(device)
+    model: nn.Module = causal.load_finite(options.model_dir)
+    if options.lora_dir:
+        lora.check(options.lora_dir, options.model_dir)
+        model = lora.attach(model, options.model_dir, adapter=options.lora_dir)
+    model = model.to(device)
     method = methods.resolved("auto", model)
 
     order = longest_first(shards, range(count))
@@ -66,6 +73,7 @@ def main(options: Options) -> None:
     )
     made_of = {
         "model_digest": saved.digest(options.model_dir),
+        "lora": lora.digest(options.lora_dir) if options.lora_dir else None,
         "data_digest": shards.digest,
         "samples": count,
         "loss": options.loss,

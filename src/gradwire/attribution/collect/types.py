@@ -147,7 +147,8 @@ def build(provenance: Provenance, model: nn.Module, device: torch.device) -> Gra
     if provenance.grad_type == "ekfac":
         if ekfac.digest(place) != provenance.optimizer_digest:
             raise BadInput(f"the factors in {place} are not those that were collected with.")
-        return ekfac.load(place, provenance.model_digest, provenance.loss, shapes(model), device)
+        made_of = provenance.model_digest, provenance.loss
+        return ekfac.load(place, *made_of, shapes(model), device, provenance.lora)
     moments = optimizer.load(place, model)
     if optimizer.digest(moments.path.parent) != provenance.optimizer_digest:
         raise BadInput(f"the moments in {moments.path} are not those that were collected with.")
