@@ -43,6 +43,8 @@ class DesLoc(DiLoCo):
         BadInput: If the optimizer has other moments, or as the base class.
     """
 
+    regroups = False  # moments are averaged between rounds too
+
     def __init__(
         self,
         optimizer: Optimizer,

@@ -102,7 +102,7 @@ class DiLoCo(Communicating):
         self.inner = optimizer
         self.__setstate__({})  # gives torch's optimizers their hooks
         if manager is not None and not self.regroups:
-            raise BadInput(f"{type(self).__name__} cannot change its groups: with a manager take DiLoCo or DesLoc.")
+            raise BadInput(f"{type(self).__name__} cannot change its groups: with a manager take DiLoCo.")
         if manager is not None and reducer is None:
             model, reducer = prepare_group(model, compressor, manager, {"error_feedback": True, **options})
             options = {}

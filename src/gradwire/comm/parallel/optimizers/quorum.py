@@ -1,7 +1,6 @@
 """Rounds of groups that may be lost and may join; torchft decides which ones there are.
 
-A group is lost as a whole: a process, or the ranks among which ``fully_shard`` divides a model. It has a default
-process group of its ranks, and each rank has a `torchft.Manager`. A round ends in four steps:
+A group is one process, with a default process group of its own and a `torchft.Manager`. A round ends in four steps:
 
 1. All groups say who they are, and whether they have trained in this round. Those that have average what changed.
 2. If a group is lost meanwhile, each of the others takes back what its codec kept, and asks for a quorum. Those that
@@ -28,17 +27,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from gradwire.base.errors import BadInput, RunFault
 from gradwire.comm.collectives import ops
 from gradwire.comm.collectives.quorum import QuorumReducer
 from gradwire.comm.collectives.reducer import Given, check_options
 from gradwire.comm.compressors import as_compressor
-from gradwire.comm.parallel.checks import check_agreement, check_gradients, parameters_of
 from gradwire.comm.parallel.names import COMPILED
-from gradwire.comm.parallel.strategies.fsdp2 import FSDP2
-from gradwire.comm.parallel.strategy import attach
 from gradwire.comm.parallel.wrap import wrap
 from gradwire.comm.torch_internals import abort_quorum_group, managed, quorum_group
 
@@ -178,7 +173,7 @@ class Quorum:
         return received
 
     def _committed(self, failure: str) -> bool:
-        """Whether all ranks of this group are done with an average; if not, groups that wait for it fail at once.
+        """Whether this group is done with an average; if not, groups that wait for it fail at once.
 
         gloo closes its connections with the last reference to a process group. So an error, which holds frames, is
         passed on as text.
@@ -326,42 +321,22 @@ def digest_of(tensors: Iterable[Tensor]) -> Tensor:
     return torch.tensor([digest])
 
 
-class GroupShards(FSDP2):
-    """A model that ``fully_shard`` divides among a group's ranks, and averages inside of the group."""
-
-    averages = False
-    communicates = True
-
-    def changed(self, wrapped: nn.Module) -> None:
-        """Drop gathered weights: the root keeps them from an evaluation to the next step."""
-        assert isinstance(wrapped, FSDPModule)
-        wrapped.reshard()
-
-
 def prepare_group(
     model: nn.Module, compressor: Given, manager: Any, options: Mapping[str, Any]
 ) -> tuple[nn.Module, QuorumReducer]:
     """Prepare a model that this group trains, and build the reducer between groups.
 
     Raises:
-        BadInput: As `number_of`; if several ranks do not shard the model, or ranks differ; or as `QuorumReducer`.
+        BadInput: As `number_of` and `QuorumReducer`; or if the group has several ranks.
     """
-    number, ranks = number_of(manager), dist.get_world_size()
+    number = number_of(manager)
+    if dist.get_world_size() > 1:
+        raise BadInput(f"with a manager a group is one process, and this one has {dist.get_world_size()} ranks.")
     check_options(compressor := as_compressor(compressor), **options)
     model = getattr(model, COMPILED, model)
-    if isinstance(model, FSDPModule):
-        check_gradients(model)
-        attach(model, GroupShards(None, next(model.parameters()).device))
-    elif ranks > 1:
-        raise BadInput(
-            f"the {ranks} ranks of a group train one model that fully_shard has divided among them, not "
-            f"{type(model).__name__}: shard it, or start groups of one rank."
-        )
-    elif not hasattr(model, "gradwire_strategy"):
+    if not hasattr(model, "gradwire_strategy"):
         model = wrap(model, "naive", average=False)
-    reducer = QuorumReducer(compressor, number * ranks + dist.get_rank(), **options)
-    check_agreement(None, reducer, parameters_of(model))
-    return model, reducer
+    return model, QuorumReducer(compressor, number, **options)
 
 
 @contextmanager
