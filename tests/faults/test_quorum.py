@@ -67,10 +67,18 @@ class Run:
             time.sleep(0.1)
         (self.folder / "go").touch()
 
+    def refused(self, index):
+        """What a group said that ended with an error, and is then no longer one of the run's."""
+        _, group, out = self.started[index]
+        group.join(900)
+        assert group.exitcode == 1
+        self.started[index] = None
+        return out.with_suffix(".log").read_text()
+
     def ended(self):
         """What each group wrote, in the order of their starts; None for one that was killed."""
         results = []
-        for number, group, out in self.started:
+        for number, group, out in filter(None, self.started):
             group.join(900)
             assert group.exitcode in (0, -9), f"group {number}: {out.with_suffix('.log').read_text()}"
             results.append((number, torch.load(out) if group.exitcode == 0 else None))
@@ -213,6 +221,19 @@ def test_a_group_that_is_killed_leaves_a_mean_of_the_others(tmp_path, lighthouse
     late = point in ("agreement", "quorum")  # all had the mean
     assert rounds[KILLED] == ((0, 1, 2, 3) if late else (0, 1, 3))
     assert rounds[KILLED + H] == (0, 1, 3)
+
+
+def test_groups_that_do_not_fit_end_with_a_message_and_the_others_train_on(tmp_path, lighthouse):
+    held = {"hold": (KILLED + 2, str(tmp_path / "3.ready"))}
+    run = Run(tmp_path, lighthouse, **held)
+    run.together(0, 1)
+    run.start(2, options={"compressor": "int8"})
+    run.start(1)
+    assert "group 2 does not fit the run that it joins: compressor is" in run.refused(2)
+    assert "another group 1 trains already: give each group a replica_id with another number." in run.refused(3)
+    results = run.ended()
+    assert {groups for _, result in results for _, groups, *_ in result["rounds"]} == {(0, 1)}
+    assert_simulated(results, algorithm="gather")
 
 
 def test_a_group_that_returns_trains_the_next_round_with_the_others(tmp_path, lighthouse):
