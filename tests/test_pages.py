@@ -107,6 +107,8 @@ EXCEPT = {  # page, and how the block begins: why no test runs it as it is, or w
         "docs/running.md",
         "gradwire launch --world_size 2 -- train ...",
     ): "`...`; tests/bench/training/test_checkpoints.py",
+    ("docs/explanation/lost-machines.md", "torchft_lighthouse"): "tests/faults/test_quorum.py starts one",
+    ("docs/explanation/lost-machines.md", "from datetime"): "it needs several groups; tests/faults/quorum_group.py",
     ("docs/how-to/torchtitan.md", "for number, part"): "lines of examples/with_torchtitan.py, of which a test sees to",
     ("docs/how-to/configure.md", "results/<name>"): "a list of files; tests/bench/workflow",
 }

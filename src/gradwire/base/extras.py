@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from gradwire.base.errors import BadInput
 
 EXTRAS = {  # names of imports; an extra may include others (pyproject.toml)
-    "attribution": ("tokenizers", "transformers", "ijson", "peft", "pyarrow", "safetensors", "scipy", "tqdm"),
+    "attribution": ("tokenizers", "transformers", "jinja2", "ijson", "peft", "pyarrow", "safetensors", "scipy", "tqdm"),
     "bench": (
         *("jinja2", "markupsafe", "matplotlib", "opacus", "pandas", "tabulate", "tensorboard"),
         *("snakemake", "snakemake_executor_plugin_slurm", "snakemake_interface_logger_plugins"),

@@ -359,6 +359,8 @@ def test_parameters_travel_compressed_under_fsdp2_only():
 # Flags whose defaults are not those of the configuration's field of this name, and why.
 OTHERWISE = {
     ("grads validate", "recompute"): 0,  # files alone need neither the model nor the data
+    ("grads less", "dim"): 8192,  # LESS's own
+    ("grads score", "save_interval"): 1024,  # a score is four bytes, a row many more
     ("grads collect", "strategy"): "ddp",  # whole weights on every rank, unless they are too large
     ("norms", "strategy"): "ddp",
     ("norms", "batch_size"): 16,  # what fits into memory, no matter of training

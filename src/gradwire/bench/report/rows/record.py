@@ -73,7 +73,6 @@ class Result(Row):
     compressor: str
     strategy: str
     backend: Text = None
-    world: Text = None
     link: str
     device: Text = None
     status: Status
@@ -145,6 +144,7 @@ class Result(Row):
     noise_multiplier: Number = None
     clipped_fraction: Number = None
     islands: int = 1
+    world: Text = None
     bytes_inside_raw_total: Count = None
     bytes_inside_total: Count = None
     bytes_inside_closed_form_total: Count = None
