@@ -217,6 +217,7 @@ def test_a_bad_cell_is_reported_in_one_message(mapping, words):
         ),
         ({"grid": {"simulated": True}}, ["simulated ranks", "fsdp2 shards", "naive, bucket or ddp"]),
         ({"grid": {"simulated": True, "strategies": ["ddp"]}, "timing": True}, ["no times", "timing: false"]),
+        ({"grid": {"simulated": True, "strategies": ["ddp"], "steps": 12}}, ["`steps`", "simulated runs have none"]),
         (
             {"grid": {"simulated": True, "strategies": ["ddp"], "links": ["3mbit"]}, "timing": False},
             ["simulated ranks share a process", "3mbit"],

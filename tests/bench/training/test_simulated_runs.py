@@ -13,6 +13,7 @@ import pytest
 from test_checkpoints import train, weights
 from test_training import run, shards, words  # noqa: F401  a fixture
 
+from gradwire.bench.launch.links import LINK
 from gradwire.bench.training import step
 
 LOCAL = {"method": "onebit", "comm_optimizer": "diloco", "H": 2, "outer_lr": 0.9, "outer_momentum": 0.5}
@@ -103,3 +104,10 @@ def test_what_a_simulation_cannot_do_is_one_line(shards, tmp_path, capsys, flags
     assert message in printed
     assert len(printed.strip().splitlines()) == 1
     assert not (folder / "record.json").exists()
+
+
+def test_a_simulation_on_a_link_is_refused(shards, tmp_path, capsys, monkeypatch):  # noqa: F811
+    monkeypatch.setenv(LINK, "20mbit")  # as `launch --link` does
+    assert train(tmp_path / "run", shards, "--simulated_ranks", "2", "--strategy", "ddp") == 2
+    assert "a link of 20mbit is between processes" in capsys.readouterr().err
+    assert not (tmp_path / "run" / "record.json").exists()

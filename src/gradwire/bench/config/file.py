@@ -246,6 +246,8 @@ def check_simulations(experiment: Experiment) -> None:
         BadInput: If one shards its model or has a link, is asked for with processes too, or if runs are timed.
     """
     simulated = experiment.simulated()
+    if any(grid.simulated and grid.steps is not None for grid in experiment.grid):
+        raise BadInput("grid: `steps` is for runs whose times are asked for, and simulated runs have none: omit one.")
     for run in simulated:
         check_simulated(run.strategy, run.link)
     if simulated and experiment.timed:

@@ -122,8 +122,10 @@ class Settings:
             link: The link between them; None if the ranks have not been started.
 
         Raises:
-            BadInput: If it cannot be divided, or the ranks cannot form the islands.
+            BadInput: If it cannot be divided, or the ranks cannot form the islands or be simulated.
         """
+        if self.simulated_ranks is not None:
+            check_simulated(self.strategy, link or UNSHAPED)
         check_topology(self.strategy, world_size, self.islands, link)
         return replace(self, training=self.training.shared_out(world_size))
 
@@ -207,7 +209,6 @@ def settings_of(options: Options) -> Settings:
         raise BadInput("--log wandb needs Weights & Biases: pip install 'gradwire[wandb]'.")
     check_private(training, cell, options.strategy)
     if options.simulated_ranks is not None:
-        check_simulated(options.strategy, UNSHAPED)
         if options.verify_sync:
             raise BadInput("--verify_sync waits for ranks with a process each; omit it, or --simulated_ranks.")
         training = training.model_copy(update={"profile": False})
