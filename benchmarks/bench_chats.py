@@ -1,8 +1,8 @@
-"""Chats beside bergson and transformers, token by token: ``python benchmarks/bench_chats.py [--chats 500]``.
+"""Chats compared with bergson and transformers, token by token: ``python benchmarks/bench_chats.py [--chats 500]``.
 
 Chats of four templates (``tests/chat_templates.py``) are tokenized by gradwire, by ``bergson.data.tokenize``, and by
-transformers with a copy of the template that marks what the assistant says. bergson is installed into an environment
-of its own, or ``--python`` names the interpreter of one that has it.
+transformers with a copy of the template that marks what the assistant says. bergson is installed into a new
+environment, or ``--python`` names the interpreter of one that has it.
 """
 
 from __future__ import annotations
@@ -57,23 +57,28 @@ def chat(generator: random.Random) -> list[dict[str, str]]:
 
 def repeats(messages: list[dict[str, str]]) -> bool:
     """Whether a user's message has the answer before it."""
-    return any(one["role"] == "assistant" and one["content"] in after["content"] for one, after in pairwise(messages))
+    return any(
+        said["role"] == "assistant" and said["content"] in after["content"] for said, after in pairwise(messages)
+    )
 
 
 def ours(folder: Path, corpus: Path, output: Path) -> list[list[list[int]]]:
     sizes = {"vocab_size": 300, "max_length": 2048, "shard_size": 64, "val_fraction": 0.0, "dataset": "chats"}
     tokenize(corpus, output, tokenizer=str(folder), **sizes)
     samples = Shards(output / "shards", "all")
-    return [[samples[at].input_ids.tolist(), samples[at].is_target.int().tolist()] for at in range(len(samples))]
+    return [
+        [sample.input_ids.tolist(), sample.is_target.int().tolist()]
+        for sample in map(samples.__getitem__, range(len(samples)))
+    ]
 
 
 def by_transformers(folder: Path, template: str, chats: list) -> list[list[list[int]]]:
-    tokenizer, found = AutoTokenizer.from_pretrained(folder), []
+    tokenizer, read = AutoTokenizer.from_pretrained(folder), []
     tokenizer.chat_template = marked(template)
     for messages in chats:
         out = tokenizer.apply_chat_template(messages, return_assistant_tokens_mask=True, return_dict=True)
-        found.append([out["input_ids"], out["assistant_masks"]])
-    return found
+        read.append([out["input_ids"], out["assistant_masks"]])
+    return read
 
 
 def main() -> None:
@@ -100,14 +105,14 @@ def main() -> None:
             done = subprocess.run([python, "-c", PEER, folder, corpus], check=True, capture_output=True, text=True)
             theirs = json.loads(done.stdout.splitlines()[-1])
             for again in (False, True):
-                chosen = [at for at, messages in enumerate(chats) if repeats(messages) == again]
-                rows = [(mine[at], truth[at], theirs[at]) for at in chosen]
-                pairs = [(a, b) for one, _, other in rows for a, b in zip(one[1], other[1], strict=True)]
+                chosen = [number for number, messages in enumerate(chats) if repeats(messages) == again]
+                rows = [(mine[number], truth[number], theirs[number]) for number in chosen]
+                pairs = [pair for here, _, peer in rows for pair in zip(here[1], peer[1], strict=True)]
                 counts = (
-                    *(len(rows), sum(len(one[0]) for one, _, _ in rows)),
-                    *(sum(one[part] == other[part] for one, other, _ in rows) for part in (0, 1)),
-                    *(sum(one[0] == other[0] for one, _, other in rows), sum(sum(one[1]) for one, _, _ in rows)),
-                    sum(message["role"] == "assistant" for at in chosen for message in chats[at]),
+                    *(len(rows), sum(len(here[0]) for here, _, _ in rows)),
+                    *(sum(here[part] == library[part] for here, library, _ in rows) for part in (0, 1)),
+                    *(sum(here[0] == peer[0] for here, _, peer in rows), sum(sum(here[1]) for here, _, _ in rows)),
+                    sum(message["role"] == "assistant" for number in chosen for message in chats[number]),
                     *(pairs.count(pair) for pair in ((1, 0), (0, 1))),
                 )
                 shown = " | ".join(f"{count:,}" for count in counts)

@@ -3,7 +3,7 @@
     python benchmarks/store_memory.py FOLDER [ROWS ...]
 
 FOLDER gets 100,000 documents of log-normal lengths, an untrained model of 25,056 parameters, and a store per number of
-rows, of 8,192 columns. Each verb is a process of its own, on one thread.
+rows, of 8,192 columns. Each verb is a process, on one thread.
 """
 
 from __future__ import annotations

@@ -94,9 +94,9 @@ def main(options: Options) -> None:
     write_validation(options)
     for words in commands(options, checkpoints):
         Command(words).run()
-    found = select(options.data_path, scores_of(options.output_dir / "influence"), options.top_k)
+    chosen = select(options.data_path, scores_of(options.output_dir / "influence"), options.top_k)
     with whole(options.output_dir / TOP) as part, part.open("w", encoding="utf-8") as stream:
-        for document in found.documents:
+        for document in chosen.documents:
             stream.write(json.dumps(plain(document.given), ensure_ascii=False) + "\n")
     write_json(
         options.output_dir / RESULT,
@@ -104,13 +104,13 @@ def main(options: Options) -> None:
             "checkpoints": [{**each._asdict(), "folder": str(each.folder)} for each in checkpoints],
             "validation": [str(file) for file in options.validation],
             "top_k": options.top_k,
-            "selected": [document.id for document in found.documents],
-            "documents": found.total,
-            "repeated": found.repeated,
+            "selected": [document.id for document in chosen.documents],
+            "documents": chosen.total,
+            "repeated": chosen.repeated,
         },
     )
-    repeated = f"; {found.repeated} exact duplicates are passed over" if found.repeated else ""
-    print(f"{len(found.documents)} of {found.total} documents selected in {options.output_dir / TOP}{repeated}")
+    repeated = f"; {chosen.repeated} exact duplicates are passed over" if chosen.repeated else ""
+    print(f"{len(chosen.documents)} of {chosen.total} documents selected in {options.output_dir / TOP}{repeated}")
 
 
 def checkpoints_of(given: Sequence[Path]) -> list[Checkpoint]:

@@ -422,7 +422,7 @@ def held(member: Any) -> nn.Parameter:
 
 
 class Managed(NamedTuple):
-    """What a `torchft.Manager` was given.
+    """Arguments of a `torchft.Manager`.
 
     Attributes:
         name: The group's ``replica_id``; "" without one.
@@ -440,7 +440,7 @@ class Managed(NamedTuple):
 
 
 def managed(manager: Any) -> Managed:
-    """Return what a manager was given."""
+    """Return a manager's arguments."""
     return Managed(
         manager._replica_id or "",
         manager._use_async_quorum,

@@ -64,12 +64,12 @@ def main(options: Options) -> None:
     check_asked(origin, options.base_path, options.num_gpus, [options.dim])
     ids = samples.row_ids(origin, samples.samples(origin))
     merged = merge(read_ranks(options.base_path, options.dim, origin), ids, provenance.TOLERANCE[origin.grad_type])
-    own = store.merged_names(options.base_path, options.dim)
+    merged_names = store.merged_names(options.base_path, options.dim)
     names = store.all_names(target(options))
-    moving = names.rows.resolve() == own.rows.resolve()
+    moving = names.rows.resolve() == merged_names.rows.resolve()
     duplicates, deviation = merged.duplicates, merged.deviation
     if origin.world_size > len(merged.sources):  # the ranks' rows have moved
-        earlier = provenance.read_manifest(own.rows.parent)
+        earlier = provenance.read_manifest(merged_names.rows.parent)
         duplicates, deviation = earlier.duplicates, earlier.duplicates_deviation
     checksums = write(merged, names, further(options), move=moving)
     made = provenance.Manifest(

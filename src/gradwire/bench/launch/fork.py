@@ -181,7 +181,7 @@ def serve(channel: socket.socket) -> None:
         namespaces.join(Path(f"/proc/{job['launcher']}/ns"))
         os.chdir(job["folder"])
         words = job["command"][1:]
-        processes = [FORK.Process(target=_run, args=(channel, words, own)) for own in job["processes"]]
+        processes = [FORK.Process(target=_run, args=(channel, words, variables)) for variables in job["processes"]]
         try:
             for process in processes:
                 process.start()

@@ -75,7 +75,7 @@ def simulate(world: int, run: Callable[[int], T], device: torch.device = CPU) ->
 
 
 class Global(NamedTuple):
-    """What a process has once, and every rank needs for itself.
+    """State that a process has once, and every rank needs for itself.
 
     Attributes:
         tables: What torch keeps of process groups.
@@ -158,8 +158,8 @@ class Turns:
     def _pass_on(self, rank: int) -> None:
         """Give the turn to the next rank that can go on; after an error every rank can."""
         left = [(rank + shift) % self.world for shift in range(1, self.world + 1)]
-        left = [other for other in left if other not in self._ended]
-        able = [other for other in left if other not in self._met]
+        left = [waiting for waiting in left if waiting not in self._ended]
+        able = [waiting for waiting in left if waiting not in self._met]
         if left and not able and self.error is None:
             self.error = RunFault(
                 f"ranks have ended ({', '.join(map(str, sorted(self._ended)))}), and others wait for them in "

@@ -37,7 +37,7 @@ class Format(Protocol):
         """Return a chat's text, and what the assistant says in it.
 
         Raises:
-            ValueError: If that cannot be told.
+            ValueError: If the template does not show that.
         """
         ...
 

@@ -184,9 +184,9 @@ def origin(choice: str, corpus_path: Path, vocab_size: int) -> dict[str, Any]:
     """Return what determines a tokenizer; a rerun compares it with that of the existing one."""
     if choice == "bpe":
         return {"tokenizer": "bpe", "vocab_size": vocab_size, "corpus": corpus.sha256(corpus_path)}
-    found = {"tokenizer": "folder", "sha256": hashlib.sha256(backend_of(Path(choice)).to_str().encode()).hexdigest()}
+    made = {"tokenizer": "folder", "sha256": hashlib.sha256(backend_of(Path(choice)).to_str().encode()).hexdigest()}
     template = chat_template(Path(choice))
-    return found if template is None else {**found, "chat_template": template.name.partition(":")[2]}
+    return made if template is None else {**made, "chat_template": template.name.partition(":")[2]}
 
 
 def _listed(origin: dict[str, Any]) -> str:

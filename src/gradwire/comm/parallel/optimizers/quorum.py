@@ -1,6 +1,6 @@
 """Rounds of groups that may be lost and may join; torchft decides which ones there are.
 
-A group is one process, with a default process group of its own and a `torchft.Manager`. A round ends in four steps:
+A group is one process, with its default process group and a `torchft.Manager`. A round ends in four steps:
 
 1. All groups say who they are, and whether they have trained in this round. Those that have average what changed.
 2. If a group is lost meanwhile, each of the others takes back what its codec kept, and asks for a quorum. Those that

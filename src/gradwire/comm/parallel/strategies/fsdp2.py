@@ -439,7 +439,7 @@ class AllGather(Collective):
 
 
 class CompressedParameters(NamedTuple):
-    """What stands in for a model's all-gathers.
+    """Compressed gathers in place of a model's all-gathers.
 
     Attributes:
         gathers: The gathers, over different ranks.
