@@ -244,6 +244,28 @@ def test_an_island_of_two_ranks_is_a_replica_with_twice_the_batch(world):
         torch.testing.assert_close(found[key], value, rtol=1e-4, atol=1e-5)
 
 
+def residuals(rank, world, group):
+    """After a round: the norm and bytes of residuals, and those of the tensors that a checkpoint would have."""
+    reducer, model, optimizer = started(group, "diloco", "ddp", "onebit", ONEBIT, {"H": 2, **LONE, "embeddings": INT4})
+    for step in range(2):
+        set_rates(optimizer, step)
+        model(gradients_of(rank, step)).backward()
+        optimizer.communicate(CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+    kept = [part.codec.state_dict()["residuals"] for part in (reducer, *reducer.parts.values())]
+    tensors = [[t for residual in of_part.values() for t in residual.values()] for of_part in kept]
+    return reducer.residual_norm, reducer.residual_bytes, tensors
+
+
+def test_the_residuals_of_embeddings_count(world):
+    for norm, size, tensors in world(2).run(residuals):
+        assert all(any(residual.any() for residual in of_part) for of_part in tensors)
+        together = torch.cat([residual.flatten().double() for of_part in tensors for residual in of_part])
+        assert norm == pytest.approx(float(together.norm()), rel=1e-6)
+        assert size == 4 * together.numel()
+
+
 class Plain(torch.nn.Module):
     """No embedding."""
 

@@ -60,9 +60,7 @@ def train(
     (model, optimizer, reducer, *_), outcome = loop.parts, loop.outcome
     if reducer is not None and reducer.world > 1:
         outcome.algorithm = reducer.algorithm
-        reducers = (reducer, *reducer.parts.values())
-        kept = [reducer.codec.residual_bytes for reducer in reducers if reducer.codec.options.feedback]
-        outcome.residual_bytes = sum(kept) if kept else None
+        outcome.residual_bytes = reducer.residual_bytes
     return model, optimizer, outcome
 
 
@@ -224,4 +222,4 @@ def residual_norm(reducer: Reducer | None) -> float | None:
     if reducer is None:
         return None
     reducer.synchronize()
-    return reducer.codec.residual_norm
+    return reducer.residual_norm

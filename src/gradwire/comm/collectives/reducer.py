@@ -8,6 +8,7 @@ its parameters.
 from __future__ import annotations
 
 import inspect
+import math
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -400,6 +401,20 @@ class Reducer:
         for part in parts.values():
             totals = {name: _sum(value, part[name]) for name, value in totals.items()}
         return totals | parts
+
+    @property
+    def residual_norm(self) -> float | None:
+        """Euclidean norm of this rank's residuals, those of all parts; None without error feedback."""
+        norms = [reducer.codec.residual_norm for reducer in (self, *self.parts.values())]
+        kept = [norm for norm in norms if norm is not None]
+        return math.hypot(*kept) if kept else None
+
+    @property
+    def residual_bytes(self) -> int | None:
+        """Memory of this rank's residuals, those of all parts; None without error feedback."""
+        codecs = [reducer.codec for reducer in (self, *self.parts.values())]
+        kept = [codec.residual_bytes for codec in codecs if codec.options.feedback]
+        return sum(kept) if kept else None
 
     def closed_form(self, layout: Layout, kind: Kind) -> int | None:
         """Return the payload bytes over all ranks of one call at the present step; None if they depend on the data."""
