@@ -125,7 +125,7 @@ def train(number, lighthouse, out, go, steps, kill=("none", -1), hold=(-1, ""), 
         out: Path of what it did.
         go: A file before which the group does not join; it makes ``out`` with the suffix ``.ready`` when it could.
         steps: Optimizer steps of the run.
-        kill: A point of a round, and the last step of that round.
+        kill: A point of a round, and the last step of that round; at ``anchor`` it changes an anchor instead.
         hold: A step, and a file that it waits for in it.
         pause: Seconds of a step.
         options: Of DiLoCo.
@@ -154,6 +154,8 @@ def train(number, lighthouse, out, go, steps, kill=("none", -1), hold=(-1, ""), 
         loss_of(trained, number, step).backward()
         if point == "step" and step == last:
             kill_now()
+        if point == "anchor" and step == last:
+            optimizer.anchors["0.bias"][2] += 1e-6
         optimizer.step()
         optimizer.zero_grad()
         while step == held and not Path(until).exists():

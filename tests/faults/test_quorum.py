@@ -236,6 +236,13 @@ def test_groups_that_do_not_fit_end_with_a_message_and_the_others_train_on(tmp_p
     assert_simulated(results, algorithm="gather")
 
 
+def test_groups_whose_anchors_differ_end_with_a_message(tmp_path, lighthouse):
+    run = Run(tmp_path, lighthouse)
+    run.together(0, 1, group_1={"kill": ("anchor", KILLED)})
+    for index in (0, 1):
+        assert "groups 0, 1 began the round at different anchors" in run.refused(index)
+
+
 def test_a_group_that_returns_trains_the_next_round_with_the_others(tmp_path, lighthouse):
     held = {"hold": (KILLED + 2, str(tmp_path / "3.ready"))}  # in a step until it is there
     run = Run(tmp_path, lighthouse, options={"algorithm": "exchange", "compressor": "natural"}, **held)
