@@ -86,7 +86,7 @@ def test_no_text_of_a_figure_holds_markup_or_lies_outside_of_it(tmp_path, writte
         assert texts and not [text for text in texts if re.search(r"[$\\^{}]", text)], name
 
 
-TIMELESS = ("pareto-bytes", "loss-steps", "validation-loss", "gradient-error", "residual-norm")
+TIMELESS = ("pareto-bytes", "ranks", "loss-steps", "validation-loss", "gradient-error", "residual-norm")
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +113,8 @@ def test_every_figure_of_times_says_that_they_are_shared_and_no_other_does(share
             assert marked[plot.name] == plot.alt.endswith("Times are shared with other runs."), plot.name
     timeless = {name for name in marked if name.startswith(TIMELESS)}
     kinds = ("pareto-time", "loss-seconds", "step-time", "scaling", "winners", "time-to-loss", "soonest")
-    assert all(any(name.startswith(kind) for name in marked) for kind in (*TIMELESS, *kinds, "headline"))
+    drawn = {*TIMELESS, *kinds, "headline"} - {"ranks"}  # one world size sends anything
+    assert all(any(name.startswith(kind) for name in marked) for kind in drawn)
     assert {name for name, mark in marked.items() if not mark} == timeless
 
 
@@ -127,7 +128,7 @@ def test_what_the_first_step_compiles_is_in_no_curve_over_seconds(shared):
             assert seconds[0] < 2 * (seconds[1] - seconds[0]) and seconds[-1] < 60
 
 
-@pytest.mark.parametrize(("experiment", "figures"), [("quality", 7), ("time-to-loss", 10)])
+@pytest.mark.parametrize(("experiment", "figures"), [("quality", 7), ("time-to-loss", 10), ("ranks", 3)])
 def test_no_two_texts_of_the_committed_records_figures_overlap(tmp_path, written, experiment, figures):
     data = read(made_results.committed(tmp_path / experiment, experiment))
     drawings = [plot for section in sections(data) for plot in section.plots]
@@ -143,3 +144,18 @@ def test_no_two_texts_of_the_committed_records_figures_overlap(tmp_path, written
     assert outside(written) == []
     pairs = [pair for found in texts.values() for pair in combinations(found, 2)]
     assert [(one, other) for (one, box), (other, beside) in pairs if box.overlaps(beside)] == []
+
+
+def test_what_more_ranks_cost_is_against_the_same_optimizer_in_every_step(tmp_path):
+    folder = made_results.committed(tmp_path / "ranks", "ranks")
+    (made,) = (section for section in sections(read(folder)) if section.key == "ranks")
+    (plot,) = (drawing() for drawing in made.plots)
+    rows = [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
+    perplexities = {(row["compressor"], row["world_size"]): row["val_ppl"] for row in rows}
+    lines = {line.get_gid(): line for line in plot.figure.axes[0].lines}
+    drawn = {text.partition(":")[0]: lines[gid].get_xydata().tolist() for gid, text in plot.tips.items()}
+    assert drawn.keys() == {"int4", "onebit_adam", "diloco-5-onebit", "muon-5-onebit"}
+    for label, points in drawn.items():
+        usual = "muon" if label.startswith("muon") else "none"
+        costs = [(w, 100 * (perplexities[label, w] / perplexities[usual, w] - 1)) for w in (4, 8)]
+        assert points == [pytest.approx(cost) for cost in costs], label

@@ -17,7 +17,7 @@ import pandas as pd
 from gradwire.base.errors import BadInput
 from gradwire.base.files import digest, read_json
 from gradwire.bench.config import BASELINE
-from gradwire.bench.report.page import curves, fronts, speed
+from gradwire.bench.report.page import curves, fronts, ranks, speed
 from gradwire.bench.report.page.data import Content, Data, Section, section
 from gradwire.bench.report.page.style import Drawing, timed
 from gradwire.bench.report.rows.checks import gates, listed, privacy, validations
@@ -35,11 +35,12 @@ from gradwire.bench.report.tables.cells import (
     on_one_link,
 )
 from gradwire.bench.report.tables.comparison import QUANTITIES, common, differences, over_cells, table, unlike
-from gradwire.bench.report.tables.headline import Finding, place
+from gradwire.bench.report.tables.headline import Finding, against_its_optimizer, averages, place
 from gradwire.bench.report.tables.summary import distinct, versions
 from gradwire.bench.report.tables.table import MISSING, Column, Table, text
 from gradwire.bench.report.tables.time_to_loss import TARGETS, records
 from gradwire.bench.statistics.cost_model import Model, leave_one_link_out
+from gradwire.bench.statistics.seeds import Estimate, percents
 
 NO_RESULT = "no run has a result"
 CHOICE = (
@@ -57,6 +58,7 @@ def sections(data: Data) -> Iterator[Section]:
     yield section("headline", headline(data))
     yield section("pareto", pareto(data))
     yield section("targets", time_to_target(data))
+    yield section("ranks", over_ranks(data))
     content, values = winners(data)
     yield section("winners", content, **values)
     yield section("loss", loss(data))
@@ -202,6 +204,23 @@ def time_to_target(data: Data) -> Content:
         "tables": [Table.of("targets", "Time to target", records(data.times), TARGETS)],
         "plots": [timed(plot, data.shared) for plot in fronts.time_to_loss(data.times, data.looks)],
     }
+
+
+def over_ranks(data: Data) -> Content:
+    """What methods cost in perplexity, over world sizes."""
+    costs: defaultdict[str, defaultdict[str, dict[int, Estimate]]] = defaultdict(lambda: defaultdict(dict))
+    for group in on_one_link(data.groups):
+        for row in {row.compressor: row for row in group.rows(data.ok)}.values():
+            _, worse = against_its_optimizer(row, data.quality)
+            if worse and not averages(row):
+                costs[group.strategy][row.compressor][group.world_size] = percents([worse])[0]
+    of_several = {
+        strategy: {label: of_label for label, of_label in labels.items() if len(of_label) > 1}
+        for strategy, labels in costs.items()
+    }
+    plots = [partial(ranks.draw, strategy, labels, data.looks) for strategy, labels in of_several.items() if labels]
+    absent = "no compressor has a perplexity at two world sizes, and that of its optimizer in every step"
+    return {"plots": plots} if plots else absent
 
 
 def loss(data: Data) -> Content:

@@ -184,13 +184,24 @@ def steps(group: Group, cell: Mapping[Any, Any], known: Known, goal: Goal | None
     if optimizer == usual:
         return ""
     begin = f" Its steps are {NAMES[optimizer]}'s, those of {BASELINE} {NAMES[usual]}'s: "
-    for reference in known.quality.rows:
-        alike = averages(reference) and (inner(reference), reference.world_size) == (optimizer, row.world_size)
-        if alike and (worse := known.quality.percent_worse(row, reference)):
-            against = f"{reference.compressor}, which averages {NAMES[optimizer]}'s gradients in every step"
-            ratio = longer(group, cell, reference, goal, known)
-            return f"{begin}against {against}, its perplexity is {percent(percents([worse])[0])}{ratio}."
-    return f"{begin}no cell averages gradients with {NAMES[optimizer]} in every step."
+    reference, worse = against_its_optimizer(row, known.quality)
+    if reference is None:
+        return f"{begin}no cell averages gradients with {NAMES[optimizer]} in every step."
+    against = f"{reference.compressor}, which averages {NAMES[optimizer]}'s gradients in every step"
+    ratio = longer(group, cell, reference, goal, known)
+    return f"{begin}against {against}, its perplexity is {percent(percents([worse])[0])}{ratio}."
+
+
+def against_its_optimizer(row: Result, quality: PerplexityReference) -> tuple[Result | None, list[float]]:
+    """The run that averages the gradients of every step for the same optimizer and ranks, or None.
+
+    With it, by how many percent a run's perplexity is above that one's, by seed.
+    """
+    for reference in quality.rows:
+        alike = averages(reference) and (inner(reference), reference.world_size) == (inner(row), row.world_size)
+        if alike and (worse := quality.percent_worse(row, reference)):
+            return reference, worse
+    return None, []
 
 
 def longer(group: Group, cell: Mapping[Any, Any], reference: Result, goal: Goal | None, known: Known) -> str:
