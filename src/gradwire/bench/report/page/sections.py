@@ -327,6 +327,8 @@ def gradient_error(data: Data) -> Content:
     if not errors and not residuals:
         return "no run sampled its gradients (`eval_every`)" if data.ok else NO_RESULT
     plots = [*over_steps(data, curves.GRADIENT_ERROR, errors), *over_steps(data, curves.RESIDUAL, residuals)]
+    if not plots:
+        return "no run sampled its gradients more than once (`eval_every`)"
     lacking = "gradient error was sampled" if not errors else "run has a residual: none uses error feedback"
     return {"plots": plots, "notes": [] if errors and residuals else [f"No {lacking}."]}
 
