@@ -18,7 +18,11 @@ pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-CASES = [(name, options) for name, options in METHODS if kernels.load("cuda", name) is not kernels.PLAIN]
+CASES = [
+    pytest.param(name, options, marks=pytest.mark.sweep if name == "topk" and options else ())
+    for name, options in METHODS
+    if kernels.load("cuda", name) is not kernels.PLAIN
+]
 
 
 @pytest.mark.parametrize(("name", "options"), CASES, ids=str)
@@ -96,6 +100,31 @@ def test_the_cuda_form_flags_what_is_not_finite(name, options, value):
     x = normal(5003).to(DEVICE)
     x[4097] = value
     assert module.encode(compressor, x, generator(3, DEVICE))[-1].any()
+
+
+def misleading(n: int) -> torch.Tensor:
+    """Numbers that are large at 300 places of topk's sample, and nowhere else."""
+    x, i = normal(n), torch.arange(300)
+    sampled = i * n // 4096 + (i * 40503 & 65535) % (n // 4096)
+    x[sampled] = 50 + normal(300, 2)
+    return x
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        pytest.param(normal(5003).sign(), id="equal"),
+        pytest.param(torch.where(normal(5003, 4) > 2.5, normal(5003), 0.0), id="mostly zeros"),
+        pytest.param(misleading(3 * 4096 + 5), id="misleading", marks=pytest.mark.sweep),
+        pytest.param(normal(9001) * 2.0**-140, id="subnormal", marks=pytest.mark.sweep),
+    ],
+)
+def test_the_cuda_form_of_topk_has_the_plain_forms_bytes_where_magnitudes_tie_or_its_sample_misleads(x, monkeypatch):
+    form = pytest.importorskip("gradwire.comm.compressors.kernels.cuda.sparse")
+    monkeypatch.setattr(form, "CHUNK", 4096)  # fewer turns of the interpreter
+    compressor, x = build("topk", density=0.04), x.to(DEVICE)
+    wire, _ = form.KERNELS["topk"].encode(compressor, x, None)
+    assert torch.equal(wire, compressor.to_wire(x, None))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

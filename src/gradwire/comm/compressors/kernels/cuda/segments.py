@@ -9,6 +9,7 @@ divisor of all places in memory, and below 4 numbers travel byte by byte.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -177,8 +178,52 @@ def load_packed(wire, first, count, BITS: tl.constexpr, TILE: tl.constexpr):
     return codes
 
 
-class Segmented:
-    """The fused form of one method.
+class Form(ABC):
+    """The fused form of one method: what encoding and decoding of many tensors share."""
+
+    def encode_many(
+        self,
+        method: Any,
+        values: Tensor,
+        segments: Segments,
+        wire: Tensor,
+        generators: Sequence[torch.Generator | None],
+        bad: Tensor,
+        residual: Tensor | None,
+    ) -> None:
+        """See `gradwire.comm.compressors.kernels`; error feedback takes two launches and a decoding."""
+        if residual is None:
+            self.encode(method, values, segments, wire, generators, bad)
+            return
+        launch(add, segments, TILE, values, residual)
+        self.encode(method, residual, segments, wire, generators, bad)
+        self.decode(method, wire, segments, residual, "less")
+        launch(drop, segments, TILE, bad, residual)
+
+    def decode_add(self, method: Any, wires: Tensor, segments: Segments, out: Tensor, onto: str) -> None:
+        """See `gradwire.comm.compressors.kernels`; one message after the other."""
+        for message, wire in enumerate(wires):
+            self.decode(method, wire, segments, out, "sum" if message else onto)
+
+    @abstractmethod
+    def encode(
+        self,
+        method: Any,
+        x: Tensor,
+        segments: Segments,
+        wire: Tensor,
+        generators: Sequence[torch.Generator | None],
+        bad: Tensor,
+    ) -> None:
+        """Encode all tensors of ``x``."""
+
+    @abstractmethod
+    def decode(self, method: Any, wire: Tensor, segments: Segments, out: Tensor, onto: str) -> None:
+        """Decode one message; ``onto`` is a key of `ONTO`."""
+
+
+class Segmented(Form):
+    """The form of a method whose blocks are independent of each other: a launch to encode, and one to decode.
 
     Args:
         encode: Its kernel.
@@ -203,42 +248,30 @@ class Segmented:
         self._encode, self._decode, self._head, self._draws = encode, decode, head, draws
         self._encoding, self._decoding, self._finish = encoding, decoding, finish
 
-    def encode_many(
+    def encode(
         self,
         method: Any,
-        values: Tensor,
+        x: Tensor,
         segments: Segments,
         wire: Tensor,
         generators: Sequence[torch.Generator | None],
         bad: Tensor,
-        residual: Tensor | None,
     ) -> None:
-        """See `gradwire.comm.compressors.kernels`; error feedback takes three more launches."""
-        seeds = draw_seeds(generators, values.device, method.name) if self._draws(method) else bad
-        x = values
-        if residual is not None:
-            x = residual
-            launch(add, segments, TILE, values, None, residual)
+        """One launch, and what `finish` takes."""
+        seeds = draw_seeds(generators, x.device, method.name) if self._draws(method) else bad
         options = self._encoding(method, x)
         align = self._alignment(method, segments, x, wire)
         launch(self._encode, segments, options["TILE"], x, seeds, wire, bad, ALIGN=align, **options)
         if self._finish is not None:
             self._finish(method, segments, wire, bad, options)
-        if residual is not None:
-            self._decode_one(method, wire, segments, residual, "less")
-            launch(drop, segments, TILE, bad, None, residual)
 
-    def decode_add(self, method: Any, wires: Tensor, segments: Segments, out: Tensor, onto: str) -> None:
-        """See `gradwire.comm.compressors.kernels`; a launch for each message."""
-        for message, wire in enumerate(wires):
-            self._decode_one(method, wire, segments, out, "sum" if message else onto)
-
-    def _decode_one(self, method: Any, wire: Tensor, segments: Segments, out: Tensor, onto: str) -> None:
+    def decode(self, method: Any, wire: Tensor, segments: Segments, out: Tensor, onto: str) -> None:
+        """One launch."""
         options = self._decoding(method)
         align = self._alignment(method, segments, out, wire)
         # without fusion: a product that is added to a sum must be rounded first
         launch(
-            self._decode, segments, options["TILE"], wire, None, out,
+            self._decode, segments, options["TILE"], wire, out,
             ALIGN=align, ONTO=ONTO[onto].value, enable_fp_fusion=False, **options,
         )  # fmt: skip
 
@@ -255,9 +288,8 @@ class Segmented:
 def launch(kernel: Any, segments: Segments, tile: int, first: Tensor, *rest: Any, **options: Any) -> None:
     """Run ``kernel(first, table, tiles, ...)`` for every tile of every segment."""
     table, tiles = segments.table(first.device), tiles_of(segments, tile, first.device)
-    arguments = [argument for argument in rest if argument is not None]
     if len(tiles):
-        kernel[(len(tiles),)](first, table, tiles, *arguments, **{"TILE": tile, **options})
+        kernel[(len(tiles),)](first, table, tiles, *rest, **{"TILE": tile, **options})
 
 
 def tiles_of(segments: Segments, tile: int, device: torch.device) -> Tensor:
