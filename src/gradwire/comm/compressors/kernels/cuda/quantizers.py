@@ -113,7 +113,7 @@ def decode(
         step = step_of(step, TOP)
     packed = wire + past(head, 4 * tl.cdiv(n, BLOCK), ALIGN)
     if BASE3:
-        code = load_digits(packed, tile * TILE + offsets, offsets < left)
+        code = load_digits(packed, tile * TILE, offsets, offsets < left)
     else:
         code = (load_packed(packed, tile * TILE, left, BITS, TILE) ^ SIGN) - SIGN
     values = tl.reshape(code.to(tl.float32), [ROWS, BLOCK]) * step[:, None]
@@ -218,14 +218,17 @@ def pack_trits(digits, table, tiles, wire, BLOCK: tl.constexpr, TILE: tl.constex
 
 
 @triton.jit
-def load_digits(packed, index, mask):
-    """Digits at ``index`` of five to a byte, as -1, 0, 1."""
-    rest = tl.load(packed + index // LANES, mask=mask, other=0).to(tl.int32)
-    lane = index % LANES
-    rest = tl.where(lane >= 2, rest // 9, rest)
-    rest = tl.where(lane == 4, rest // 9, rest)
-    rest = tl.where(lane % 2 == 1, rest // 3, rest)
-    return rest % 3 - 1
+def load_digits(packed, first, offsets, mask):
+    """Digits ``first + offsets`` of five to a byte, as -1, 0, 1."""
+    digit = (first % LANES).to(tl.int32) + offsets
+    byte = digit // LANES
+    lane = digit - byte * LANES
+    rest = tl.load(packed + first // LANES + byte, mask=mask, other=0).to(tl.int32)
+    # 2^16 over a power of three, rounded up: the quotient is exact for a byte
+    inverse = tl.where(lane == 0, 65536, tl.where(lane == 1, 21846, tl.where(lane == 2, 7282, 0)))
+    inverse = tl.where(lane == 3, 2428, tl.where(lane == 4, 810, inverse))
+    rest = (rest * inverse) >> 16
+    return rest - 3 * ((rest * 21846) >> 16) - 1
 
 
 # fp8
