@@ -52,6 +52,15 @@ class LossOptions(Strict):
     )
 
 
+class ModuleOptions(Strict):
+    """The parameters that the gradient is of."""
+
+    modules: tuple[str, ...] = Field(
+        (),
+        description="only the parameters of these modules: names, or patterns such as '*.mlp.*' (default: all modules)",
+    )
+
+
 # Why: docs/decisions.md, "A row's options are one model".
 class RowOptions(LossOptions):
     """Options of rows that `grads collect`, the experiment's ``gradients:`` and the provenance of a store share."""

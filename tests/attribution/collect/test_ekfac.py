@@ -244,7 +244,7 @@ def test_the_factors_of_an_adapter(small, collected, tmp_path, capsys):
     words += ["--grad_type", "ekfac", "--projection", "none", "--dim", numel, "--output_path", tmp_path / "run"]
     capsys.readouterr()
     assert cli.main(["grads", "collect", *map(str, words), "--optimizer_dir", str(collected / "factors")]) == 2
-    assert "has the factors of another model or LoRA adapter" in capsys.readouterr().err
+    assert "has the factors of another model, LoRA adapter or modules" in capsys.readouterr().err
     assert cli.main(["grads", "collect", *map(str, words), "--optimizer_dir", str(tmp_path / "factors")]) == 0
     found = store.read(store.all_names(tmp_path / "run" / "rank_0" / f"dim{numel}")).rows.double()
     exact = ekfac.factored(

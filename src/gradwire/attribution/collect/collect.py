@@ -14,6 +14,7 @@ from gradwire.attribution.options import (
     PROJECTION,
     PROJECTION_OF_MODULES,
     Count,
+    ModuleOptions,
     Projection,
     RowOptions,
     RowStrategy,
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 PRELOAD = ("gradwire.attribution.collect.rows", "gradwire.lm.models.saved")  # slow imports of each rank
 
 
-class Collection(RowOptions, SampleOptions, RankOptions):
+class Collection(RowOptions, ModuleOptions, SampleOptions, RankOptions):
     """Flags of ``gradwire grads collect`` that a file for ``gradwire grads run`` may set, too."""
 
     dim: tuple[Count, ...] = Field(min_length=1, description="columns per row; several share one pass")
@@ -154,6 +155,7 @@ def intention(options: Options, shards: Shards | Tokens, world_size: int) -> Pro
         dims=sorted(set(options.dim)),
         seed=options.seed,
         row_of=options.rows,
+        of_modules=sorted(set(options.modules)),
         strategy=options.strategy,
         optimizer_dir=options.optimizer_dir and str(options.optimizer_dir),
         optimizer_digest=digests[options.grad_type](step_dir) if options.grad_type in digests else None,

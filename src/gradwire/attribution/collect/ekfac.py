@@ -175,7 +175,7 @@ def load(
         adapter: The adapter's digest, or what a new one is made from; None: the model itself.
 
     Raises:
-        BadInput: If they are missing, damaged, or of another model, adapter or loss.
+        BadInput: If they are missing, damaged, or of another model, adapter, modules or loss.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -194,8 +194,8 @@ def load(
     moments = {name: tensors[side, name] for side, name in tensors if side == "moment"}
     if made_of != (model_digest, adapter) or {name: tuple(moment.shape) for name, moment in moments.items()} != shapes:
         raise BadInput(
-            f"{path} has the factors of another model or LoRA adapter: run `gradwire grads factors` with the same "
-            "--model_dir and --lora_dir."
+            f"{path} has the factors of another model, LoRA adapter or modules: run `gradwire grads factors` with the "
+            "same --model_dir, --lora_dir and --modules."
         )
     if of_loss != loss:
         raise BadInput(f"{path} has the factors of the {of_loss} of a sample's losses: collect with --loss {of_loss}.")

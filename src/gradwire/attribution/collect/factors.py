@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from gradwire.attribution.options import Count, LossOptions, SampleOptions
+from gradwire.attribution.options import Count, LossOptions, ModuleOptions, SampleOptions
 from gradwire.attribution.query.curvature import DAMPING
 from gradwire.base.flags import NOT_NEGATIVE, output_folder
 from gradwire.base.rank_env import Device
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from gradwire.lm.data.batches import Batch
 
 
-class Options(LossOptions, SampleOptions):
+class Options(LossOptions, ModuleOptions, SampleOptions):
     """Flags of ``gradwire grads factors``."""
 
     output_dir: Annotated[Path, output_folder] = Field(description="folder for the factors")
@@ -45,6 +45,8 @@ def main(options: Options) -> None:
     import torch
 
     from gradwire.attribution.collect import ekfac, methods
+    from gradwire.attribution.persample.batch import restrict, shapes
+    from gradwire.attribution.projections import of_modules
     from gradwire.attribution.store.samples import longest_first
     from gradwire.comm.collectives import world
     from gradwire.lm.data.batches import collate
@@ -58,6 +60,7 @@ def main(options: Options) -> None:
     if options.lora_dir:
         lora.check(options.lora_dir, options.model_dir)
         model = lora.attach(model, options.model_dir, adapter=options.lora_dir)
+    restrict(model, of_modules(shapes(model), options.modules))
     model = model.to(device)
     method = methods.resolved("auto", model)
 
@@ -74,6 +77,7 @@ def main(options: Options) -> None:
     made_of = {
         "model_digest": saved.digest(options.model_dir),
         "lora": lora.digest(options.lora_dir) if options.lora_dir else None,
+        "modules": sorted(set(options.modules)),
         "data_digest": shards.digest,
         "samples": count,
         "loss": options.loss,

@@ -31,6 +31,7 @@ from gradwire.attribution.persample.batch import (
     PerSample,
     n_targets,
     out_of_memory,
+    restrict,
     shapes,
     squares,
     trainable,
@@ -122,7 +123,9 @@ class RowMaker:
             if lora.digest(adapter) != provenance.lora:
                 raise BadInput(f"the LoRA adapter in {adapter} is not the one that was collected with.")
             model = lora.attach(model, model_dir, adapter=adapter)
-        kind = types.build(provenance, model, device)
+        chosen = projections.of_modules(shapes(model), provenance.of_modules)
+        kind = types.build(provenance, model, chosen, device)
+        restrict(model, chosen)
         sharded = provenance.strategy == "fsdp2" and world is not None
         model = parallel.wrap(model, "fsdp2", device=device) if sharded else model.to(device)
         return cls(model, provenance, device, kind, batch_size, sharded)

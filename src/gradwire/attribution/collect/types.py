@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from gradwire.attribution.collect import ekfac
 from gradwire.attribution.options import AdamVariant
-from gradwire.attribution.persample.batch import shapes
 from gradwire.attribution.store.provenance import Provenance
 from gradwire.base.errors import BadInput
 from gradwire.lm.models import optimizer
@@ -133,8 +132,16 @@ class Adam:
         return rows
 
 
-def build(provenance: Provenance, model: nn.Module, device: torch.device) -> GradientType:
+def build(
+    provenance: Provenance, model: nn.Module, shapes: Mapping[str, tuple[int, ...]], device: torch.device
+) -> GradientType:
     """Build the gradient type of a provenance, with Adam's moments or EK-FAC's factors if needed.
+
+    Args:
+        provenance: The provenance.
+        model: The model, of whose trainable parameters the moments are.
+        shapes: Those parameters that the gradient is of, in the order of the rows' columns.
+        device: Device of the rows.
 
     Raises:
         BadInput: If these are missing, have changed, or do not fit the model.
@@ -142,14 +149,14 @@ def build(provenance: Provenance, model: nn.Module, device: torch.device) -> Gra
     if provenance.grad_type == "sgd":
         return sgd
     if provenance.grad_type == "sign":
-        return Sign([*shapes(model).values()])
+        return Sign([*shapes.values()])
     place = provenance.step_dir
     if provenance.grad_type == "ekfac":
         if ekfac.digest(place) != provenance.optimizer_digest:
             raise BadInput(f"the factors in {place} are not those that were collected with.")
         made_of = provenance.model_digest, provenance.loss
-        return ekfac.load(place, *made_of, shapes(model), device, provenance.lora)
+        return ekfac.load(place, *made_of, shapes, device, provenance.lora)
     moments = optimizer.load(place, model)
     if optimizer.digest(moments.path.parent) != provenance.optimizer_digest:
         raise BadInput(f"the moments in {moments.path} are not those that were collected with.")
-    return Adam.of(moments, shapes(model), provenance.adam_variant, device)
+    return Adam.of(moments, shapes, provenance.adam_variant, device)

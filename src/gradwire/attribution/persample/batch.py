@@ -43,6 +43,12 @@ def shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: tuple(parameter.shape) for name, parameter in trainable(model).items()}
 
 
+def restrict(model: nn.Module, names: Collection[str]) -> None:
+    """Freeze the parameters whose names are not among ``names``."""
+    for name, parameter in trainable(model).items():
+        parameter.requires_grad_(name in names)
+
+
 def allocated(model: nn.Module, samples: int, names: Collection[str] | None = None) -> dict[str, Tensor]:
     """Return uninitialised gradients ``[samples, *shape]`` of ``names``, or of all trainable parameters."""
     wanted = {name: p for name, p in trainable(model).items() if names is None or name in names}

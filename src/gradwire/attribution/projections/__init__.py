@@ -6,13 +6,15 @@ seed gives the same matrix on every device, rank, batch and tile size.
 
 from __future__ import annotations
 
+import fnmatch
+import re
 from collections.abc import Callable, Sequence
 
 from gradwire.attribution.projections.base import Image, Projector, Shapes, Whole
 from gradwire.attribution.projections.matrices import Factored, Normal, Rademacher, Sjlt, Srht
-from gradwire.base.errors import BadInput, unknown
+from gradwire.base.errors import BadInput, did_you_mean, unknown
 
-__all__ = ["OF_PARTS", "PROJECTORS", "Image", "Projector", "Shapes", "build", "check_width"]
+__all__ = ["OF_PARTS", "PROJECTORS", "Image", "Projector", "Shapes", "build", "check_width", "of_modules"]
 
 PROJECTORS: dict[str, Callable[[Shapes, int], Projector]] = {
     "rademacher": Rademacher,
@@ -53,6 +55,32 @@ def by_module(shapes: Shapes) -> dict[str, dict[str, tuple[int, ...]]]:
     for name, shape in shapes.items():
         modules.setdefault(name.rpartition(".")[0], {})[name] = shape
     return modules
+
+
+def of_modules(shapes: Shapes, patterns: Sequence[str]) -> Shapes:
+    """Return the shapes of the parameters of the modules that match one of some patterns; without patterns, of all.
+
+    Args:
+        shapes: The shape of each parameter, by name. A tied parameter is of the module of its first name.
+        patterns: Names of modules, or shell-style patterns of whole names (`fnmatch`), such as ``*.mlp.*``.
+
+    Raises:
+        BadInput: If a pattern matches no module.
+    """
+    modules = by_module(shapes)
+    known = {word for module in modules for word in module.split(".")}
+    chosen: set[str] = set()
+    for pattern in patterns or ["*"]:
+        matching = fnmatch.filter(modules, pattern)
+        if not matching:
+            unknown_words = (word for word in re.split(r"[.*]+", pattern) if word and word not in known)
+            hint = did_you_mean(next(unknown_words, ""), known)
+            raise BadInput(
+                f"--modules {pattern} matches no module with trainable parameters.{hint} A pattern matches whole "
+                f"names, such as {[*modules][-1]}."
+            )
+        chosen.update(matching)
+    return {name: shape for module in modules if module in chosen for name, shape in modules[module].items()}
 
 
 def check_width(dims: Sequence[int], entries: int) -> None:

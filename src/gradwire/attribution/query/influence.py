@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 MATRIX = "matrix.npy"
 LEARNING_RATE = "learning_rate"
-SAME = ("model_digest", "lora", "dim", "projection", "seed", "fingerprint", "loss")  # of training and validation
+# Fields that are equal for training and validation.
+SAME = ("model_digest", "lora", "of_modules", "dim", "projection", "seed", "fingerprint", "loss")
 SAME_STEP = ("adam_variant", "optimizer_digest")  # if both are of type adam, or both of ekfac
 
 

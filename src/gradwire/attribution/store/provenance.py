@@ -20,7 +20,7 @@ MANIFEST = "manifest.json"
 CHECKED, SETTLED = "checked.json", 2  # sizes and times of files whose checksums were right; seconds
 FORMAT: Literal[4] = 4  # of the store; before, 3 had rows of samples only, 2 one row type, 1 unbound rows
 PLACES = ("model_dir", "data_path", "optimizer_dir", "lora_dir", "corpus")  # may move; their digests must not change
-LATER = ("chat_format",)  # fields that stores of this format did not always have
+LATER = ("chat_format", "of_modules")  # fields that stores of this format did not always have
 FOUND = ("fingerprints", "computed_by", "modules")  # known only once the model is loaded
 FILES = ("all_orig.pt", "all_ids.pkl", "all_meta.parquet")  # of `store.all_names`
 NORMALIZED = "all_normalized.pt"
@@ -51,6 +51,7 @@ class Provenance(RowOptions):
         seed: Seed of the projection.
         row_of: Unit of a row, of whose loss it is the gradient: a ``sample``, a ``token`` that it predicts, or a sample
             with respect to a ``module``'s parameters.
+        of_modules: Patterns of the modules whose parameters the gradient is of; empty for all.
         strategy: ``ddp``: every rank holds the full model; ``fsdp2``: its weights are sharded.
         optimizer_dir: Folder of Adam's moments, or of EK-FAC's factors; None for that of the adapter or the model.
         optimizer_digest: Their digest; None unless ``grad_type`` is ``adam`` or ``ekfac``.
@@ -77,6 +78,7 @@ class Provenance(RowOptions):
     projection: Projection
     seed: Seed
     row_of: RowUnit = "sample"
+    of_modules: list[str] = Field(default_factory=list)
     strategy: RowStrategy = "ddp"
     optimizer_dir: str | None = None
     optimizer_digest: str | None = None
