@@ -93,6 +93,14 @@ class RowOptions(LossOptions):
     save_interval: Count = Field(64, description="samples (or tokens) per file")
 
 
+class PrecisionOptions(Strict):
+    """The type that the model computes in."""
+
+    bf16: bool = Field(
+        False, description="run the model in bfloat16, and sum its gradients in float32 (default: float32 throughout)"
+    )
+
+
 class PlaceOptions(Strict):
     """Where the model of a store is now, and the device that it is loaded to."""
 

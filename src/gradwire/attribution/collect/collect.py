@@ -15,6 +15,7 @@ from gradwire.attribution.options import (
     PROJECTION_OF_MODULES,
     Count,
     ModuleOptions,
+    PrecisionOptions,
     Projection,
     RowOptions,
     RowStrategy,
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 PRELOAD = ("gradwire.attribution.collect.rows", "gradwire.lm.models.saved")  # slow imports of each rank
 
 
-class Collection(RowOptions, ModuleOptions, SampleOptions, RankOptions):
+class Collection(RowOptions, ModuleOptions, PrecisionOptions, SampleOptions, RankOptions):
     """Flags of ``gradwire grads collect`` that a file for ``gradwire grads run`` may set, too."""
 
     dim: tuple[Count, ...] = Field(min_length=1, description="columns per row; several share one pass")
@@ -156,6 +157,7 @@ def intention(options: Options, shards: Shards | Tokens, world_size: int) -> Pro
         seed=options.seed,
         row_of=options.rows,
         of_modules=sorted(set(options.modules)),
+        bf16=options.bf16,
         strategy=options.strategy,
         optimizer_dir=options.optimizer_dir and str(options.optimizer_dir),
         optimizer_digest=digests[options.grad_type](step_dir) if options.grad_type in digests else None,

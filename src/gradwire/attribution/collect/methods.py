@@ -29,7 +29,8 @@ from gradwire.base.errors import BadInput, GradwireError, NonFiniteGradient, Run
 from gradwire.lm.data.batches import Batch
 from gradwire.lm.models import saved
 
-CHECKED = 1e-3  # largest deviation from the loop, relative to the gradient's norm; float32 with TF32 allowed
+# Largest deviation from the loop, relative to the gradient's norm: of float32, with TF32 allowed, and of bfloat16.
+CHECKED, CHECKED_BF16 = 1e-3, 0.1
 
 METHODS: dict[str, Callable[..., PerSample]] = {
     "loop": loop.gradients,
@@ -87,7 +88,13 @@ def following(method: str, error: Exception, automatic: bool) -> str:
     return FALLBACKS[method]
 
 
-def compare(method: str, ids: Sequence[str], rows: Mapping[int, Tensor], looped: Mapping[int, Tensor]) -> None:
+def compare(
+    method: str,
+    ids: Sequence[str],
+    rows: Mapping[int, Tensor],
+    looped: Mapping[int, Tensor],
+    tolerance: float = CHECKED,
+) -> None:
     """Compare rows or gradients of samples, by dim, with those of the loop.
 
     Raises:
@@ -99,7 +106,7 @@ def compare(method: str, ids: Sequence[str], rows: Mapping[int, Tensor], looped:
         for id_, norm, deviation in zip(ids, norms, deviations, strict=True):
             if not norm < float("inf"):
                 raise NonFiniteGradient(f"the gradient of sample {id_!r} is not finite.")
-            if not deviation <= CHECKED * norm:
+            if not deviation <= tolerance * norm:
                 raise RunFault(
                     f"--method {method} computes a different gradient of sample {id_!r} than the loop: "
                     f"deviation {deviation:.1e}, norm {norm:.1e}. Use --method vmap or loop."

@@ -18,6 +18,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from gradwire.attribution import projections
 from gradwire.attribution.collect import types
 from gradwire.attribution.collect.methods import (
+    CHECKED,
+    CHECKED_BF16,
     METHODS,
     Fused,
     compare,
@@ -115,7 +117,7 @@ class RowMaker:
         model_dir = Path(provenance.model_dir)
         if saved.digest(model_dir) != provenance.model_digest:
             raise BadInput(f"the model in {model_dir} is not that of the collection.")
-        model: nn.Module = causal.load_finite(model_dir)
+        model: nn.Module = causal.load_finite(model_dir, torch.bfloat16 if provenance.bf16 else torch.float32)
         if isinstance(provenance.lora, dict):
             model = lora.attach(model, model_dir, rank=provenance.lora["rank"], seed=provenance.lora["seed"])
         elif provenance.lora is not None:
@@ -213,9 +215,10 @@ class RowMaker:
     def _settle(self, batch: Batch) -> None:
         """Check the method on a batch; with ``auto``, set it to the next one until one agrees with the loop."""
         automatic = self.provenance.method == "auto" and not self.sharded
+        tolerance = CHECKED_BF16 if self.provenance.bf16 else CHECKED
         while self.method != "loop":
             try:
-                compare(self.method, batch.sample_id, *self._both(batch))
+                compare(self.method, batch.sample_id, *self._both(batch), tolerance)
                 break
             except Exception as error:
                 self.method = following(self.method, error, automatic)

@@ -18,7 +18,15 @@ import numpy as np
 from pydantic import Field
 
 from gradwire.attribution.collect import collect
-from gradwire.attribution.options import AdamVariant, Count, LossOptions, Metric, ModuleOptions, SampleOptions
+from gradwire.attribution.options import (
+    AdamVariant,
+    Count,
+    LossOptions,
+    Metric,
+    ModuleOptions,
+    PrecisionOptions,
+    SampleOptions,
+)
 from gradwire.base.errors import BadInput, NonFiniteGradient
 from gradwire.base.files import read_object, whole, write_json
 from gradwire.base.flags import output_folder
@@ -37,7 +45,7 @@ PRELOAD = ("gradwire.attribution.collect.rows", "gradwire.lm.models.saved")  # s
 MATRIX, SCORES, SETTINGS = "matrix.npy", "scores.parquet", "score.json"
 
 
-class Options(LossOptions, ModuleOptions, SampleOptions, RankOptions):
+class Options(LossOptions, ModuleOptions, PrecisionOptions, SampleOptions, RankOptions):
     """Flags of ``gradwire grads score``."""
 
     query_path: Path = Field(description="the queries: a shards folder, or a corpus file")
@@ -92,7 +100,7 @@ def of_queries(options: Options) -> SampleOptions:
 
 def intended(options: Options, world_size: int) -> tuple[Provenance, Provenance]:
     """Return the provenance of the samples' gradients and of the queries'; errors as for `collect.intention`."""
-    shared = ("loss", "modules", "adam_variant", "optimizer_dir", "lora_dir", "save_interval")
+    shared = ("loss", "modules", "bf16", "adam_variant", "optimizer_dir", "lora_dir", "save_interval")
     made = []
     for samples, grad_type, ranks in (
         (options, options.grad_type, world_size),

@@ -52,12 +52,17 @@ def restrict(model: nn.Module, names: Collection[str]) -> None:
 def allocated(model: nn.Module, samples: int, names: Collection[str] | None = None) -> dict[str, Tensor]:
     """Return uninitialised gradients ``[samples, *shape]`` of ``names``, or of all trainable parameters."""
     wanted = {name: p for name, p in trainable(model).items() if names is None or name in names}
-    return {name: p.new_empty(samples, *p.shape) for name, p in wanted.items()}
+    return {name: widened(p.new_empty(samples, *p.shape)) for name, p in wanted.items()}
+
+
+def widened(values: Tensor) -> Tensor:
+    """Return values of a narrower floating-point type than float32 in float32, others as they are."""
+    return values.float() if values.is_floating_point() and values.itemsize < 4 else values
 
 
 def losses_of(model: nn.Module, batch: Batch, reduction: Reduction = "mean") -> Tensor:
     """Compute each sample's loss under a causal language model that returns ``logits``: [B], differentiable."""
-    logits = model(read(batch.input_ids), use_cache=False).logits
+    logits = widened(model(read(batch.input_ids), use_cache=False).logits)
     return sample_losses(logits, batch.labels, reduction, batch.weights)
 
 

@@ -32,6 +32,7 @@ from gradwire.attribution.persample.batch import (
     padded_width,
     read,
     trainable,
+    widened,
     zeroed,
 )
 from gradwire.attribution.persample.layer_factors import LayerFactor, Rule, features, input_of, rule_of
@@ -196,8 +197,8 @@ class _Use:
     def __call__(self, grad: Tensor) -> None:
         """Compute the contributions to the gradients of the parameters, and let the input go."""
         width, samples = features(self.module), self.watch.samples
-        x = by_sample(self.x, self.x.ndim - width, self.dim, samples)
-        of_output = by_sample(grad.detach(), self.x.ndim - width, BatchDim(self.dim.dim, False), samples)
+        x = by_sample(widened(self.x), self.x.ndim - width, self.dim, samples)
+        of_output = by_sample(widened(grad.detach()), self.x.ndim - width, BatchDim(self.dim.dim, False), samples)
         del self.x
         self.watch.receive(self, self.rule(self.module, x, of_output))
 

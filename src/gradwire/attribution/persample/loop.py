@@ -9,7 +9,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from gradwire.attribution.persample.batch import PerSample, Reduction, allocated, evaluation, losses_of, trainable
+from gradwire.attribution.persample.batch import (
+    PerSample,
+    Reduction,
+    allocated,
+    evaluation,
+    losses_of,
+    trainable,
+    widened,
+)
 from gradwire.lm.data.batches import IGNORED, Batch
 
 
@@ -99,4 +107,4 @@ def of_sharded(model: nn.Module, batch: Batch, reduction: Reduction = "mean") ->
         if gradient is None:
             yield name, torch.zeros(1, *parameter.shape, device=parameter.device)
         else:
-            yield name, (gradient.full_tensor() if isinstance(gradient, DTensor) else gradient)[None]
+            yield name, widened(gradient.full_tensor() if isinstance(gradient, DTensor) else gradient)[None]

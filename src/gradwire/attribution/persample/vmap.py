@@ -19,6 +19,7 @@ from gradwire.attribution.persample.batch import (
     read,
     sample_losses,
     trainable,
+    widened,
     zeroed,
 )
 from gradwire.lm.data.batches import Batch
@@ -46,7 +47,7 @@ def gradients(
 
     def loss_of(parameters: Mapping[str, Tensor], tokens: Tensor, labels: Tensor, *weights: Tensor) -> Tensor:
         logits = functional_call(model, dict(parameters), (read(tokens[None]),), {"use_cache": False}).logits
-        return sample_losses(logits, labels[None], reduction, *(values[None] for values in weights))[0]
+        return sample_losses(widened(logits), labels[None], reduction, *(values[None] for values in weights))[0]
 
     rows = [batch.input_ids, batch.labels, *([] if batch.weights is None else [batch.weights])]
 
@@ -55,6 +56,7 @@ def gradients(
         computed, losses = of_each_sample(parameters, *rows)
     empty = no_targets(batch)
     for name, gradient in computed.items():
+        computed[name] = gradient = widened(gradient)
         zeroed(gradient, empty)
         if out is not None:
             out[name].copy_(gradient)

@@ -63,7 +63,7 @@ def main(options: Options) -> None:
     origin = provenance.read(options.base_path)
     check_asked(origin, options.base_path, options.num_gpus, [options.dim])
     ids = samples.row_ids(origin, samples.samples(origin))
-    merged = merge(read_ranks(options.base_path, options.dim, origin), ids, provenance.TOLERANCE[origin.grad_type])
+    merged = merge(read_ranks(options.base_path, options.dim, origin), ids, origin.tolerance)
     merged_names = store.merged_names(options.base_path, options.dim)
     names = store.all_names(target(options))
     moving = names.rows.resolve() == merged_names.rows.resolve()

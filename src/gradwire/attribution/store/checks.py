@@ -14,7 +14,7 @@ import torch
 from gradwire.attribution import projections
 from gradwire.attribution.projections.base import Band
 from gradwire.attribution.store import provenance, store
-from gradwire.attribution.store.provenance import BOUND, TOLERANCE, Provenance
+from gradwire.attribution.store.provenance import BOUND, Provenance
 from gradwire.attribution.store.row_file import BoundRows
 from gradwire.attribution.store.row_types import least_deviation
 from gradwire.attribution.store.samples import Tokens, row_ids
@@ -178,7 +178,7 @@ class Audit:
             for row, id_ in enumerate(stored.block.ids)
             if id_ in places
         ]
-        tolerance = RECOMPUTED * TOLERANCE[self.origin.grad_type]
+        tolerance = RECOMPUTED * self.origin.tolerance
         largest = max((float(deviation) for *_, deviation in deviations), default=0.0)
         problems = [
             f"{path}: row {row} is not the gradient of {id_!r}: relative deviation {float(deviation):.1e}"

@@ -20,7 +20,7 @@ MANIFEST = "manifest.json"
 CHECKED, SETTLED = "checked.json", 2  # sizes and times of files whose checksums were right; seconds
 FORMAT: Literal[4] = 4  # of the store; before, 3 had rows of samples only, 2 one row type, 1 unbound rows
 PLACES = ("model_dir", "data_path", "optimizer_dir", "lora_dir", "corpus")  # may move; their digests must not change
-LATER = ("chat_format", "of_modules")  # fields that stores of this format did not always have
+LATER = ("chat_format", "of_modules", "bf16")  # fields that stores of this format did not always have
 FOUND = ("fingerprints", "computed_by", "modules")  # known only once the model is loaded
 FILES = ("all_orig.pt", "all_ids.pkl", "all_meta.parquet")  # of `store.all_names`
 NORMALIZED = "all_normalized.pt"
@@ -29,6 +29,7 @@ FURTHER = (NORMALIZED, *EXPORTS.values())
 # Largest difference between two computations of a row, relative to its norm: float32 sums in different order, with a
 # wide margin. Adam may divide by rounding noise, and signs may flip for entries near the noise level.
 TOLERANCE = {"sgd": 1e-4, "adam": 5e-3, "sign": 1e-2, "ekfac": 1e-2}
+TOLERANCE_BF16 = 0.1  # of rows of a model in bfloat16, whose rounding depends on the shapes of a batch
 Positive = Annotated[int, Field(ge=1, lt=2**63)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
 Record = TypeVar("Record", bound="Provenance")
@@ -52,6 +53,7 @@ class Provenance(RowOptions):
         row_of: Unit of a row, of whose loss it is the gradient: a ``sample``, a ``token`` that it predicts, or a sample
             with respect to a ``module``'s parameters.
         of_modules: Patterns of the modules whose parameters the gradient is of; empty for all.
+        bf16: Whether the model computes in bfloat16.
         strategy: ``ddp``: every rank holds the full model; ``fsdp2``: its weights are sharded.
         optimizer_dir: Folder of Adam's moments, or of EK-FAC's factors; None for that of the adapter or the model.
         optimizer_digest: Their digest; None unless ``grad_type`` is ``adam`` or ``ekfac``.
@@ -79,6 +81,7 @@ class Provenance(RowOptions):
     seed: Seed
     row_of: RowUnit = "sample"
     of_modules: list[str] = Field(default_factory=list)
+    bf16: bool = False
     strategy: RowStrategy = "ddp"
     optimizer_dir: str | None = None
     optimizer_digest: str | None = None
@@ -96,6 +99,11 @@ class Provenance(RowOptions):
         """Digest of all fields except `PLACES`, and of those of `LATER` that are set; part of each row's digest."""
         bound = {name: getattr(self, name) for name in BOUND}
         return digest({name: value for name, value in bound.items() if name not in LATER or value}, length=64)
+
+    @property
+    def tolerance(self) -> float:
+        """Largest difference between two computations of a row, relative to its norm."""
+        return max(TOLERANCE[self.grad_type], TOLERANCE_BF16 if self.bf16 else 0)
 
     @property
     def step_dir(self) -> Path:

@@ -148,8 +148,8 @@ def save(
         write_sums(part, (file.relative_to(part).as_posix() for file in part.rglob("*") if file.is_file()))
 
 
-def load(path: Path) -> PreTrainedModel:
-    """Load a causal language model from a folder, on the CPU, in float32 and evaluation mode.
+def load(path: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """Load a causal language model from a folder, on the CPU, with weights of type ``dtype`` and in evaluation mode.
 
     Raises:
         BadInput: If the folder or a file is missing, damaged or not as it was saved, or the weights do not match the
@@ -160,7 +160,7 @@ def load(path: Path) -> PreTrainedModel:
     try:
         architecture.register_of(path)
         model, report = AutoModelForCausalLM.from_pretrained(
-            path, local_files_only=True, trust_remote_code=False, output_loading_info=True, dtype=torch.float32
+            path, local_files_only=True, trust_remote_code=False, output_loading_info=True, dtype=dtype
         )
     except BadInput:  # a ValueError
         raise
@@ -174,13 +174,13 @@ def load(path: Path) -> PreTrainedModel:
     return model
 
 
-def load_finite(path: Path) -> PreTrainedModel:
+def load_finite(path: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """Load a model that is to compute something: where a weight is not finite, every gradient and token would be NaN.
 
     Raises:
         BadInput: As `load`, and if a weight is not finite.
     """
-    model = load(path)
+    model = load(path, dtype)
     if wrong := not_finite(model):
         raise BadInput(f"{wrong} of the model in {path} is not finite: training diverged, or the file is damaged.")
     return model
