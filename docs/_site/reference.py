@@ -56,6 +56,7 @@ PYTHON = {
     "Attribution: per-sample gradients": (
         "gradwire.attribution.persample.batch",
         "gradwire.attribution.persample.norms",
+        "gradwire.attribution.collect.huggingface",
         "gradwire.attribution.projections.base",
         "gradwire.attribution.store.store",
     ),

@@ -1,0 +1,88 @@
+"""The callback that collects rows at a Trainer's checkpoints: its stores, and a training that it does not change."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from small_model import make
+from transformers import PreTrainedTokenizerFast
+
+from gradwire import cli
+from gradwire.attribution.persample import loop
+from gradwire.attribution.store import store
+from gradwire.base.errors import BadInput
+from gradwire.lm.data.batches import collate
+from gradwire.lm.data.shards import Shards
+from gradwire.lm.models import causal
+
+pytest.importorskip("accelerate")
+
+SAMPLES = 5
+
+
+def trained(small, folder, *callbacks, words=True):
+    """The weights after four steps with dropout, with checkpoints after steps 2 and 4."""
+    from transformers import Trainer, TrainingArguments
+
+    model = causal.load(small.model)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.2
+    samples = [{"input_ids": ids, "labels": ids} for ids in (torch.arange(9) + 7 * torch.arange(16)[:, None]) % 280]
+    arguments = TrainingArguments(
+        str(folder), max_steps=4, save_steps=2, per_device_train_batch_size=3, learning_rate=1e-2, use_cpu=True,
+        report_to=[], disable_tqdm=True, dataloader_pin_memory=False, save_total_limit=1, seed=5,
+    )  # fmt: skip
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(small.model) if words else None
+    trainer = Trainer(model, arguments, train_dataset=samples, processing_class=tokenizer, callbacks=[*callbacks])
+    trainer.train()
+    return {name: weight.detach().clone() for name, weight in trainer.model.named_parameters()}
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    return make(tmp_path_factory.mktemp("callback"))
+
+
+def test_every_checkpoint_has_a_store_and_the_training_is_unchanged(small, tmp_path):
+    from gradwire.attribution.collect.huggingface import CollectedGradients
+
+    model = causal.load(small.model)
+    size = sum(parameter.numel() for parameter in model.parameters())
+    options = {"projection": "none", "max_samples": SAMPLES, "save_interval": 2}
+    collected = CollectedGradients(tmp_path / "rows", small.shards, size, **options)
+    weights = trained(small, tmp_path / "with", collected)
+    plain = trained(small, tmp_path / "without")
+    assert all(torch.equal(weights[name], plain[name]) for name in plain)
+    assert not (tmp_path / "with/checkpoint-2").exists()
+    shards, rows = Shards(small.shards, "train"), {}
+    for step in (2, 4):
+        rows[step] = store.read(store.all_names(tmp_path / f"rows/step-{step}/dim{size}")).rows
+    model.load_state_dict(weights, strict=False)  # without the tied weight's second name
+    for position in range(SAMPLES):
+        gradient = loop.gradients(model.double(), collate([shards[position]], 0, 1), "mean").gradient
+        expected = torch.cat([values.flatten() for values in gradient.values()])
+        torch.testing.assert_close(rows[4][position].double(), expected, rtol=1e-3, atol=1e-6)
+        assert not torch.allclose(rows[2][position], rows[4][position], rtol=0.1)
+
+
+def test_moments_are_those_of_the_checkpoint(small, tmp_path):
+    from gradwire.attribution.collect.huggingface import CollectedGradients
+
+    options = {"grad_type": "adam", "projection": "factored", "modules": ("*.mlp.*",), "max_samples": SAMPLES}
+    trained(small, tmp_path / "run", CollectedGradients(tmp_path / "rows", small.shards, 64, **options))
+    run = tmp_path / "rows/step-4"
+    assert json.loads((run / "dim64/manifest.json").read_text())["grad_type"] == "adam"
+    assert cli.main(["grads", "validate", "--output_dir", str(run), "--recompute", "3"]) == 0
+
+
+def test_bad_options_and_a_checkpoint_without_tokenizer_are_refused(small, tmp_path):
+    from gradwire.attribution.collect.huggingface import CollectedGradients
+
+    with pytest.raises(BadInput, match="CollectedGradients: unknown key 'grad_typ'"):
+        CollectedGradients(tmp_path / "rows", small.shards, 64, grad_typ="adam")
+    callback = CollectedGradients(tmp_path / "rows", small.corpus, 64, cache_dir=tmp_path)
+    with pytest.raises(BadInput, match="tokenizer"):
+        trained(small, tmp_path / "run", callback, words=False)
