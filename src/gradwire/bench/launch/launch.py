@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from gradwire.base.rank_env import LOCAL_WORLD_SIZE
 from gradwire.base.strict import Strict
 from gradwire.base.units import UNSHAPED
 from gradwire.bench.command import Command
-from gradwire.bench.launch import leases, links, nodes
+from gradwire.bench.launch import elastic, fork, leases, links, nodes
 from gradwire.bench.launch.fork import Template
 from gradwire.bench.launch.ranks import FORK, check, check_address, environment, rank_variables, start
 from gradwire.comm.topology import between_islands, check_topology, link_rate
@@ -29,7 +30,12 @@ RANK = (sys.executable, "-m", "gradwire")  # command line of `gradwire` in a ran
 class Options(Strict):
     """Flags of ``gradwire launch``."""
 
-    world_size: Annotated[int, RANKS] = Field(description="number of ranks")
+    world_size: Annotated[int, RANKS] = Field(1, description="number of ranks; with --elastic, of a group")
+    elastic: str | None = Field(
+        None,
+        description="MIN:MAX: start MAX groups that train with local updates, and start those again that are lost; the "
+        "run goes on while there are MIN",
+    )
     nodes: Annotated[int, RANKS] = Field(1, description="nodes of this Slurm job to start the ranks on, with srun")
     launcher: Literal["fork", "torchrun", "spawn"] | None = Field(
         None,
@@ -59,9 +65,52 @@ def main(options: Options) -> None:
     Raises:
         GradwireError: If a check fails, or with the message and exit code of the first rank that failed.
     """
+    command = Command(options.command)
+    if options.elastic is not None:
+        start_groups(options, options.elastic, command)
+    else:
+        start_ranks(options, command)
+
+
+def start_groups(options: Options, text: str, command: Command) -> None:
+    """Run the command in groups that may be lost."""
+    members = elastic.Members.parse(text)
+    check_groups(options, command)
+    words = [*RANK, *options.command]
+    modules = getattr(command.module, "PRELOAD", ())
+    if fork.SHARED not in os.environ:
+        fork.share(modules, rank_variables(members.most))
+    with Template(modules, {}) as template:
+        check([*words, "--elastic", str(members)], template)
+    with leases.machine(options.alone):
+        restarts = command.module.restarts(command.options)
+        elastic.start(words, members, command.arguments.output_dir, command.arguments.timeout, restarts)
+
+
+def check_groups(options: Options, command: Command) -> None:
+    """Check that groups can run the command with these options.
+
+    Raises:
+        BadInput: If it is no training, or asks for several ranks in a group, several nodes, a link or GPUs.
+    """
+    if not hasattr(command.arguments, "elastic"):
+        raise BadInput(f"--elastic starts groups of `train`; {command.name} has none.")
+    if options.world_size != 1:
+        raise BadInput(f"--elastic starts groups of one rank each: omit --world_size {options.world_size}.")
+    others = {"--nodes": options.nodes != 1, "--link": options.link != UNSHAPED, "--torchrun": options.torchrun}
+    others["--launcher"] = options.launcher not in (None, FORK)
+    if given := [flag for flag, is_given in others.items() if is_given]:
+        raise BadInput(f"--elastic forks groups on this machine, without {given[0]}: omit it.")
+    if _wanted_gpus(options, command.arguments):
+        raise BadInput(
+            "--elastic starts groups on the CPU: add --device cpu for `train`, or start each group yourself."
+        )
+
+
+def start_ranks(options: Options, command: Command) -> None:
+    """Run the command on ranks that all stay."""
     if options.torchrun:
         options = options.model_copy(update={"launcher": "torchrun"})
-    command = Command(options.command)
     _check_size(options, command.arguments)
     leases.folder()  # checked before the verb's data
     if options.link != UNSHAPED:

@@ -120,7 +120,7 @@ def check(command: Sequence[str], template: Template) -> None:
         template.start(command, [{CHECK: "1", RANK_FAILURES: folder, **rank_variables(1)}])
         (code,) = template.wait()
         if code:
-            raise _failure(None, rank_failures(Path(folder)).get(0), code)
+            raise failure(None, rank_failures(Path(folder)).get(0), code)
 
 
 def forked(template: Template, command: list[str], world_size: int, master_addr: str, master_port: int) -> Ended:
@@ -273,7 +273,7 @@ def first_cause(ended: Ended, messages: Mapping[int, Mapping[str, Any]]) -> Grad
         resumable = [rank for rank in messages if messages[rank]["exit_code"] == Stopped.exit_code]
         if not resumable:
             return RunFault("stopped by a signal; no rank saved anything to resume from.")
-        return _failure(resumable[0], messages[resumable[0]], 0)
+        return failure(resumable[0], messages[resumable[0]], 0)
     hung = [rank for rank, code in ended.codes.items() if code == -signal.SIGKILL and rank not in messages]
     waited = [rank for rank in messages if messages[rank]["timed_out"]]
     if hung and waited:  # a killed peer is lost at once; a hung one times out and is ended by the launcher
@@ -283,7 +283,7 @@ def first_cause(ended: Ended, messages: Mapping[int, Mapping[str, Any]]) -> Grad
             FAULT,
         )
     failures = [(rank, messages.get(rank), ended.codes.get(rank, 0)) for rank in {*messages, *ended.codes}]
-    return _failure(*min(failures, key=lambda failure: _precedence(*failure[1:])))
+    return failure(*min(failures, key=lambda known: _precedence(*known[1:])))
 
 
 def _listed(ranks: Sequence[int]) -> str:
@@ -301,7 +301,7 @@ def _precedence(message: Mapping[str, Any] | None, code: int) -> tuple[int, floa
     return 3 if message["exit_code"] == Stopped.exit_code else 2 if message["lost_peer"] else 0, message["time"]
 
 
-def _failure(rank: int | None, message: Mapping[str, Any] | None, code: int) -> RankFailure:
+def failure(rank: int | None, message: Mapping[str, Any] | None, code: int) -> RankFailure:
     """The failure of one rank; of the check if ``rank`` is None."""
     if message is None and code < 0:
         number = signal.Signals(-code)

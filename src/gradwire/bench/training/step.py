@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import signal
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from gradwire.bench.config import Training
@@ -139,6 +141,7 @@ class Stepper:
         world: The process group and this rank's position in it.
         clock: Times the phases.
         asked: The requests to stop, which the ranks agree on in each step.
+        times: How many times as long the passes of a step take, for a rank that is slow on purpose.
     """
 
     model: nn.Module
@@ -150,6 +153,7 @@ class Stepper:
     world: World
     clock: Clock
     asked: Preemption
+    times: float = 1.0
 
     def take(self, step: int) -> Row:
         """Run one optimizer step and return its measurements.
@@ -165,7 +169,10 @@ class Stepper:
         self.clock.start()
         n_targets, tokens, micro_batches = self.feed.n_targets, self.feed.own_targets, self.feed.take()
         self.clock.lap("data_ms")
+        began = time.perf_counter()
         total = self._backward(micro_batches, n_targets, step)
+        time.sleep((self.times - 1) * (time.perf_counter() - began))
+        self.clock.lap("backward_ms")
         stop = torch.full((), float(self.asked.requested), device=self.world.device)
         totals = torch.stack([total, self.feed.coming_targets(), stop, *self.objective.totals()])
         grad_norm, reduced = self._update(totals)
@@ -201,7 +208,7 @@ class Stepper:
                 loss, reported = self.objective.loss(self.model, batch, n_targets, last)
                 self.clock.lap("forward_ms")
                 total += reported
-                (loss * self.world.world_size).backward()
+                (loss * dist.get_world_size()).backward()
                 self.clock.lap("backward_ms")
         return total
 

@@ -32,6 +32,7 @@ ROUNDS = {  # arguments of local updates, by a cell's option
     "H_variance": "sync_variance",
     "dense_rounds": "dense_rounds",
     "steps": "steps",
+    "manager": "manager",
 }
 
 
@@ -51,7 +52,7 @@ def build(
         groups: Parameter groups, as for torch's optimizers.
         reducer: Does the communication.
         options: A cell's options of the optimizer, with the defaults of its preset (`communication.PRESETS`), the
-            run's ``steps``, and options of AdamW.
+            run's ``steps``, a ``manager`` of torchft, and options of AdamW.
 
     Raises:
         BadInput: If the name is unknown, or an option is out of range.

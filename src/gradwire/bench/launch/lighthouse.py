@@ -1,0 +1,51 @@
+"""torchft's lighthouse, which knows what groups there are, as a process that ends with its launcher."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from gradwire.base.errors import RunFault
+
+LOST_AFTER = 5.0  # seconds without a heartbeat after which a group is lost
+LOG = {"RUST_LOG": "error"}  # torchft's notes are for its developers
+
+
+@contextmanager
+def lighthouse(least: int, patience: float) -> Iterator[tuple[str, int]]:
+    """Start a lighthouse at a free port; yield its address, and a file that is readable when it has ended.
+
+    Args:
+        least: Smallest number of groups in a quorum.
+        patience: Seconds that the groups of a quorum wait for others that are alive.
+
+    Raises:
+        RunFault: If it does not start.
+    """
+    command = [sys.executable, "-m", __name__, str(least), str(round(1000 * patience))]
+    pipe, environment = subprocess.PIPE, {**os.environ, **LOG}
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment) as process:
+        try:
+            assert process.stdout is not None
+            address = process.stdout.readline().strip()
+            if not address:
+                raise RunFault("torchft's lighthouse did not start; see its output.")
+            yield address, process.stdout.fileno()
+        finally:
+            process.kill()
+
+
+def main(least: int, patience_ms: int) -> None:
+    """Serve until the launcher is gone."""
+    from torchft.coordination import LighthouseServer
+
+    server = LighthouseServer("127.0.0.1:0", least, patience_ms, None, round(1000 * LOST_AFTER))
+    print(f"http://127.0.0.1:{server.address().rpartition(':')[2].strip('/')}", flush=True)
+    sys.stdin.read()
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))
