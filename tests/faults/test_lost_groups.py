@@ -22,6 +22,7 @@ pytestmark = [pytest.mark.faults, pytest.mark.timeout(1200)]
 GRADWIRE = (sys.executable, "-m", "gradwire")
 CLEAN = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
 H, ROUNDS = 3, 9
+SLOW = [{"rank": number, "times": 40} for number in range(3)]  # rounds longer than a start
 CELL = {"method": "onebit", "comm_optimizer": "diloco", "H": H, "outer_lr": 1.0, "outer_momentum": 0.0}
 TRAINING = {"model": "micro", "strategy": "naive", "batch_size": 2, "steps": H * ROUNDS, "warmup_steps": 1}
 
@@ -56,12 +57,15 @@ def record_of(output: Path) -> dict:
 
 
 def test_a_killed_group_misses_rounds_and_returns(tmp_path, shards):
-    faults = {"minimum": 2, "kill": [{"round": 2, "rank": 1}], "rejoin_after": 2}
+    faults = {"minimum": 2, "kill": [{"round": 2, "rank": 1}], "rejoin_after": 2, "slow": SLOW}
     said = finished(start("2:3", *training(shards, tmp_path / "run", faults=faults)))
     assert said.count("\n") == 0 and "group 1: was killed by SIGKILL" in said and "It starts again in 1 s." in said
     record = record_of(tmp_path / "run")
     everyone, without = [0, 1, 2], [0, 2]
-    assert [ended["groups"] for ended in record["rounds"]] == [everyone] * 2 + [without] * 2 + [everyone] * (ROUNDS - 4)
+    groups = [ended["groups"] for ended in record["rounds"]]
+    missed = groups.count(without)  # more than it must if rounds are shorter than a start
+    assert missed >= 2 and groups == [everyone] * 2 + [without] * missed + [everyone] * (ROUNDS - 2 - missed)
+    assert groups[-1] == everyone
     assert [ended["step"] for ended in record["rounds"]] == [H * number + H - 1 for number in range(ROUNDS)]
     assert (record["restarts"], record["world_size"], record["val_ppl"] > 1) == (1, 3, True)
     assert 0 < record["goodput"] < 1 and 0 < record["stalled_s"] < record["training_s"]
@@ -69,20 +73,19 @@ def test_a_killed_group_misses_rounds_and_returns(tmp_path, shards):
     steps = pq.read_table(tmp_path / "run/steps.parquet").to_pydict()
     taken = {rank: [s for s, r in zip(steps["step"], steps["rank"], strict=True) if r == rank] for rank in everyone}
     assert taken[0] == taken[2] == [*range(H * ROUNDS)]
-    assert taken[1] == [*range(2 * H + 1), *range(4 * H, H * ROUNDS)], "killed in the middle of a round"
+    assert taken[1] == [*range(2 * H + 1), *range((2 + missed) * H, H * ROUNDS)], "killed in the middle of a round"
     assert orphans(tmp_path) == []
 
 
 def test_a_group_that_is_killed_from_outside_starts_again(tmp_path, shards):
-    slow = {"slow": [{"rank": number, "times": 20} for number in range(3)]}
-    process = start("1:3", *training(shards, tmp_path / "run", faults=slow))
+    process = start("1:3", *training(shards, tmp_path / "run", faults={"slow": SLOW}))
     victim = None
     while victim is None:
         assert process.poll() is None, process.communicate()[1]
-        victim = next((pid for pid in descendants(process.pid) if trains(pid, tmp_path / "run/groups", 2)), None)
+        victim = next((pid for pid in descendants(process.pid) if trains(pid, tmp_path / "run/groups")), None)
         time.sleep(0.1)
     os.kill(victim, signal.SIGKILL)
-    assert "group 2: was killed by SIGKILL" in finished(process)
+    assert finished(process).count("was killed by SIGKILL") == 1
     record = record_of(tmp_path / "run")
     assert record["restarts"] == 1
     assert record["rounds"][0]["groups"] == [0, 1, 2] and record["rounds"][-1]["step"] == H * ROUNDS - 1
@@ -93,15 +96,13 @@ def descendants(pid: int) -> list[int]:
     return [found for child in map(int, children) for found in (child, *descendants(child))]
 
 
-def trains(pid: int, folder: Path, number: int) -> bool:
-    """Whether a process is this group, and has ended a round."""
+def trains(pid: int, folder: Path) -> bool:
+    """Whether a process is a group, of those that have all ended a round."""
     try:
-        words = Path(f"/proc/{pid}/environ").read_bytes().decode()
         named = Path(f"/proc/{pid}/comm").read_text().strip() == "rank0"
     except OSError:
         return False
-    written = folder / f"{number}.0.jsonl"
-    return named and bool(words) and written.exists() and len(written.read_text().splitlines()) > H
+    return named and [len(path.read_text().splitlines()) > H for path in folder.glob("*.jsonl")] == 3 * [True]
 
 
 def test_too_few_groups_wait_with_a_message_and_end_in_time(tmp_path, shards):
@@ -116,8 +117,8 @@ def test_too_few_groups_wait_with_a_message_and_end_in_time(tmp_path, shards):
 
 def test_all_groups_lost_end_the_run(tmp_path, shards):
     kills = [{"round": 1, "rank": number} for number in (0, 1)]
-    process = start("2:2", *training(shards, tmp_path / "run", faults={"kill": kills}))
+    process = start("1:2", *training(shards, tmp_path / "run", faults={"kill": kills}))
     _, stderr = process.communicate(timeout=900)
     assert process.returncode == 3
-    assert "all groups are lost at once" in stderr.splitlines()[-1] or "no group that had the run's state" in stderr
+    assert "gradwire launch: too few groups are left (0, and the minimum is 1)" in stderr.splitlines()[-1]
     assert not (tmp_path / "run/record.json").exists()

@@ -53,7 +53,7 @@ class Faults(Strict):
 
     minimum: Ranks = Field(1, description="the fewest groups that train")
     kill: tuple[Kill, ...] = Field((), description="groups that are killed")
-    rejoin_after: Count | None = Field(None, description="rounds that a killed group misses; null: it does not return")
+    rejoin_after: Count | None = Field(None, description="fewest rounds that a killed group misses; null: all")
     slow: tuple[Slow, ...] = Field((), description="groups that are slow")
     timeout: Annotated[float, SECONDS] = Field(TIMEOUT, description="seconds that a round waits for a group")
 

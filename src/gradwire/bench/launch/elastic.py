@@ -82,12 +82,16 @@ def start(command: Sequence[str], members: Members, folder: Path, patience: floa
         messages = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gradwire-launch-")))
         address, ends = stack.enter_context(lighthouse(members.least, patience))
         stack.enter_context(environment({**rank_variables(members.most), **network, **LOG}))
-        groups = []
-        for number in range(members.most):
-            words = [*command, "--elastic", str(members), "--group_number", str(number), "--lighthouse", address]
-            template = stack.enter_context(Template((), {}))
-            groups.append(GroupProcess(number, words, template, messages / str(number), restarts))
-        watch(groups, members.least, ends)
+        groups, grace = list[GroupProcess](), 0.0
+        try:
+            for number in range(members.most):
+                words = [*command, "--elastic", str(members), "--group_number", str(number), "--lighthouse", address]
+                template = stack.enter_context(Template((), {}))
+                groups.append(GroupProcess(number, words, template, messages / str(number), restarts))
+            watch(groups, members.least, ends)
+            grace = GRACE
+        finally:
+            finish(groups, grace)
 
 
 class GroupProcess:
@@ -138,36 +142,35 @@ class GroupProcess:
         return again
 
 
-def watch(groups: Sequence[GroupProcess], least: int, lighthouse_ends: int) -> None:
+def watch(groups: list[GroupProcess], least: int, lighthouse_ends: int) -> None:
     """Start groups that are lost again, until one has ended well; raises as `start`.
 
     Args:
-        groups: All groups.
+        groups: All groups; those that have ended for good are removed.
         least: The fewest that train.
         lighthouse_ends: A file that can be read when the lighthouse has ended.
     """
-    left, stops = [*groups], list[bool]()
+    stops: list[bool] = []
 
     def stop() -> None:
         stops.append(True)
-        for group in left:
+        for group in groups:
             group.template.stop()
 
     with on((signal.SIGINT, signal.SIGHUP, signal.SIGTERM), stop):
-        while running := {group.fileno(): group for group in left if group.due is None}:
-            for ready in connection.wait([lighthouse_ends, *running], seconds_to_restart(left)):
+        while running := {group.fileno(): group for group in groups if group.due is None}:
+            for ready in connection.wait([lighthouse_ends, *running], seconds_to_restart(groups)):
                 if ready == lighthouse_ends:
                     raise RunFault("torchft's lighthouse has ended, and groups cannot meet without it; see its output.")
                 group = running[int(str(ready))]
                 reason = group.end()
+                if reason is None or stops or not group.retry(reason):
+                    groups.remove(group)
                 if reason is None:
-                    return finish([other for other in running.values() if other is not group])
-                if stops or not group.retry(reason):
-                    left.remove(group)
-                if len(left) < least and not stops:
-                    finish(left, grace=0)
-                    raise lost(group, reason, len(left), least)
-            for group in [] if stops else left:
+                    return
+                if len(groups) < least and not stops:
+                    raise lost(group, reason, len(groups), least)
+            for group in [] if stops else groups:
                 if group.due is not None and group.due <= time.monotonic():
                     group.start()
     if stops:
@@ -181,8 +184,8 @@ def seconds_to_restart(groups: Sequence[GroupProcess]) -> float | None:
     return max(0.0, min(dues) - time.monotonic()) if dues else None
 
 
-def finish(groups: Sequence[GroupProcess], grace: float = GRACE) -> None:
-    """Give groups that run some seconds to end, and end those that have not."""
+def finish(groups: Sequence[GroupProcess], grace: float) -> None:
+    """Give groups that run ``grace`` seconds to end, and end those that have not."""
     running, deadline = {group.fileno(): group for group in groups if group.due is None}, time.monotonic() + grace
     while running and (ready := connection.wait([*running], max(0.0, deadline - time.monotonic()))):
         for number in ready:
@@ -196,4 +199,5 @@ def finish(groups: Sequence[GroupProcess], grace: float = GRACE) -> None:
 def lost(group: GroupProcess, reason: GradwireError, left: int, least: int) -> GradwireError:
     """Return the failure of a run whose last group to be lost is one too many."""
     kind = BadInput if reason.exit_code == BadInput.exit_code else RunFault
-    return kind(f"{left} groups are left, and at least {least} train. Group {group.number}: {reason}", step=reason.step)
+    few = f"too few groups are left ({left}, and the minimum is {least})"
+    return kind(f"{few}; group {group.number}: {reason}", step=reason.step)

@@ -76,6 +76,7 @@ def start_groups(options: Options, text: str, command: Command) -> None:
     """Run the command in groups that may be lost."""
     members = elastic.Members.parse(text)
     check_groups(options, command)
+    command.arguments.elastic = str(members)
     words = [*RANK, *options.command]
     modules = getattr(command.module, "PRELOAD", ())
     if fork.SHARED not in os.environ:

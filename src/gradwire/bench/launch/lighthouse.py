@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -39,9 +40,10 @@ def lighthouse(least: int, patience: float) -> Iterator[tuple[str, int]]:
 
 
 def main(least: int, patience_ms: int) -> None:
-    """Serve until the launcher is gone."""
+    """Serve until the launcher is gone, which decides what a signal means."""
     from torchft.coordination import LighthouseServer
 
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     server = LighthouseServer("127.0.0.1:0", least, patience_ms, None, round(1000 * LOST_AFTER))
     print(f"http://127.0.0.1:{server.address().rpartition(':')[2].strip('/')}", flush=True)
     sys.stdin.read()

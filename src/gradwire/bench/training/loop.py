@@ -5,6 +5,7 @@ Shape legend: B = samples of a micro-batch, T = tokens of its longest sample, W 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 
@@ -100,8 +101,16 @@ class Loop:
     def _joined(self, group: Group) -> int:
         """The step at which this group has joined the run."""
         assert self.parts.reducer is not None
-        group.check_joined(self.parts.reducer.step)
-        return self.parts.reducer.step
+        step = self.parts.reducer.step
+        group.check_joined(step)
+        if step:
+            self._note_state(f"group {group.rank} has joined")
+        return step
+
+    def _note_state(self, what: str) -> None:
+        """Print that this group has received another one's state."""
+        step, source = self.parts.optimizer.quorum.joined[-1]
+        print(f"gradwire train: {what}: after step {step}, with the state of group {source}.", file=sys.stderr)
 
     def _feed(self, step: int) -> Feed:
         """This rank's micro-batches from a step on."""
@@ -152,6 +161,7 @@ class Loop:
             step += 1
             if self.group is not None and self.parts.reducer is not None and self.parts.reducer.step != step:
                 step = self.parts.reducer.step
+                self._note_state(f"group {self.group.rank} was left behind and continues")
                 self._stepper.feed = self._feed(step)
 
     def _note(self, row: Row) -> None:
