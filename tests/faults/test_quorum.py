@@ -223,6 +223,17 @@ def test_a_group_that_is_killed_leaves_a_mean_of_the_others(tmp_path, lighthouse
     assert rounds[KILLED + H] == (0, 1, 3)
 
 
+def test_groups_begin_at_the_same_anchors_if_their_source_is_killed_while_they_join(tmp_path, lighthouse):
+    run = Run(tmp_path, lighthouse)
+    weights = {f"group_{number}": {"options": {"model": {"seed": number + 5}}} for number in range(3)}
+    run.together(*range(3), **weights | {"group_0": {"kill": ("join", 0)}})
+    results = run.ended()
+    assert [result is None for _, result in results] == [True, False, False]
+    for step, anchors in results[1][1]["anchors"].items():
+        for name, anchor in anchors.items():
+            assert torch.equal(anchor, results[2][1]["anchors"][step][name]), f"{name}, after step {step}"
+
+
 def test_groups_that_do_not_fit_end_with_a_message_and_the_others_train_on(tmp_path, lighthouse):
     held = {"hold": (KILLED + 2, str(tmp_path / "3.ready"))}
     run = Run(tmp_path, lighthouse, **held)

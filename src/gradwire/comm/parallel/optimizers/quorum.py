@@ -263,7 +263,9 @@ class Quorum:
             self._reducer.reduce_over(group.split_group(trained, group_name="trained"))
 
     def _state(self) -> dict[str, Any]:
-        """Return what another group receives."""
+        """Return what another group receives: this one's state, or the one that it has received and not yet loaded."""
+        if self._received is not None:
+            return self._received
         return {"same": self._same, "source": self.number, "averages": self._averages, **self._serve()}
 
     def _receive(self, received: dict[str, Any]) -> None:
