@@ -30,7 +30,8 @@ BLOCKS = [
 def names(code, rank, folder):
     """What a reader of a block has already: a model, wrapped where the block does not do so, data and an optimizer."""
     torch.manual_seed(3)
-    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+    width = 3000 if "register_backend" in code else 5  # a backend compresses large buffers only
+    model = nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 3))
     given = {
         "batch": torch.randn(4, 6),
         "batches": torch.randn(7, 4, 6),
@@ -60,7 +61,9 @@ def ran(rank, world, group, code, folder):
         return given["state"].reducer.traffic["sent"], True
     exec(code, given)
     loss = given["loss_of"](given["model"](given["batch"]))
-    counted = given["optimizer"] if "DiLoCo" in code else given.get("compression") or given["reducer"]
+    counted = (
+        given["optimizer"] if "DiLoCo" in code else given.get("compression") or given.get("reducer") or given["group"]
+    )
     if "backward" not in code:
         loss.backward()
         assert counted.finish()

@@ -193,7 +193,7 @@ def test_after_a_fault_nothing_runs_and_everything_raises_it():
     assert first.wait() == 1
     lost = alone_with_a_fault(queue, error)
     called = []
-    lost.if_failed(lambda: called.append(1))
+    lost.if_failed(called.append)
     behind = Later(queue, ran)
     for handle in (lost, *behind.handles):
         with pytest.raises(KeyError, match="a bad wire") as caught:
@@ -202,7 +202,7 @@ def test_after_a_fault_nothing_runs_and_everything_raises_it():
     for _ in range(2):
         with pytest.raises(KeyError, match="a bad wire"):
             queue.synchronize()
-    assert not ran and called == [1]
+    assert not ran and called == [error]
 
 
 class Later:

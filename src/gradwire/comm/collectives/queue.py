@@ -57,9 +57,9 @@ class Handle:
             mean.record_stream(stream)
         return mean
 
-    def if_failed(self, call: Callable[[], object]) -> None:
-        """Call a function if the reduction fails or has failed."""
-        self._future.add_done_callback(lambda future: call() if future.exception() else None)
+    def if_failed(self, call: Callable[[BaseException], object]) -> None:
+        """Call a function with the error if the reduction fails or has failed."""
+        self._future.add_done_callback(lambda future: call(error) if (error := future.exception()) else None)
 
 
 class ReductionQueue:

@@ -133,5 +133,5 @@ class BucketReduction:
             self.reduced(names)
 
         handle = self.reducer.begin_all_reduce(layout.pack(gradients), layout, unpack)
-        handle.if_failed(lambda: self.reduced(names))
+        handle.if_failed(lambda _: self.reduced(names))
         self.handles.append(handle)

@@ -94,7 +94,7 @@ class HookedBuckets:
             future.set_result(buffer)
 
         handle = self.reducer.begin_all_reduce(layout.pack(gradients), layout, deliver)
-        handle.if_failed(lambda: future.set_result(buffer))
+        handle.if_failed(lambda _: future.set_result(buffer))
         self.handles.append(handle)
 
     def _complete(self) -> bool:
