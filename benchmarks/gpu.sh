@@ -29,8 +29,8 @@ codecs 75 how far encoding and decoding are from the speed of memory
 reduction 75 below which link speed a method pays, how much of a reduction hides under the backward pass
 model 75 what a step of 62m costs, and how much torch.compile takes off it
 gradients 60 how fast rows, projections, norms and private steps are
-strategies 75 whether every strategy trains as on the CPU, with the bytes of the closed form
-quality 150 what methods cost in perplexity at eight ranks'
+strategies 75 whether every strategy trains as on the CPU, with the bytes of the closed form and no wait of the host
+quality 150 what methods cost in perplexity at eight ranks, simulated in one process'
 [ "${1:-}" != --plan ] || { printf 'part       s    decides\n'; while read -r part seconds decides; do
     printf '%-10s %-4s %s\n' "$part" "$seconds" "$decides"; done <<< "$plan"; exit 0; }
 declare -A limits=()

@@ -1,4 +1,4 @@
-"""Perplexity after compressed training on eight ranks that share a GPU: ``python -m gpu.quality``.
+"""Perplexity after compressed training on eight simulated ranks of one process: ``python -m gpu.quality``.
 
 As many steps of each cell as fit the time, the same number for all, on the token shards in the folder ``SHARDS``, else
 on the documentation of the running Python, at the learning rates of two ranks.
@@ -14,10 +14,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers.models.gpt2.modeling_gpt2  # noqa: F401  imported before the ranks are forked
 from gpu.part import DEVICE, OUT, SMALL, Part, Row, run
 from gpu.strategies import corpus, sent_bytes, tokenized, trained
-from gpu.workers import Failed, Ranks, group
+from gpu.workers import Failed, Ranks, alone
+
+from gradwire.comm.collectives.world import simulated_world
 
 MODEL = os.environ.get("MODEL") or ("micro" if SMALL else "small")
 VOCABULARY, LENGTH = (512, 64) if SMALL else (4096, 128)
@@ -63,17 +66,23 @@ def shards() -> Path:
     return tokenized(folder, vocab_size=VOCABULARY, max_length=LENGTH, shard_size=4096)
 
 
+def simulated(_: None, *arguments: Any) -> list[Row]:
+    """Train on simulated ranks; what each of them measured."""
+    device = torch.device(DEVICE, 0) if DEVICE == "cuda" else torch.device(DEVICE)
+    return simulated_world(RANKS, device, lambda world: trained(world, *arguments))
+
+
 def main() -> int:
     """Choose the number of steps, then train every cell."""
     part = Part("quality")
     data = shards()
-    ranks = Ranks(lambda: group(RANKS, "gloo", DEVICE))
+    process = Ranks(lambda: [alone])
     folder = OUT / "runs" / "quality"
 
     def train(name: str, steps: int, seconds: float) -> list[Row]:
         try:
             options = {"batch_size": BATCH, "steps": steps, "lr_warmup_steps": max(1, steps // 20), "evaluate": True}
-            return ranks.run(seconds, trained, data, folder, "ddp", cells(steps)[name], MODEL, options)
+            return process.run(seconds, simulated, data, folder, "ddp", cells(steps)[name], MODEL, options)[0]
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -107,7 +116,7 @@ def main() -> int:
             }
 
         part.measure(name, work)
-    ranks.end()
+    process.end()
     return part.finish(["steps", "ratio", "train_loss", "val_ppl", "step_ms"])
 
 
