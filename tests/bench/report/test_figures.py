@@ -10,6 +10,7 @@ from itertools import combinations
 from typing import NamedTuple
 
 import made_results
+import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
@@ -22,6 +23,8 @@ from gradwire.bench.report.page.data import read
 from gradwire.bench.report.page.files import save
 from gradwire.bench.report.page.sections import sections
 from gradwire.bench.report.page.style import styled
+from gradwire.bench.report.rows.quality import read_curves
+from gradwire.bench.report.rows.record import Result
 
 LABELS = ["none", "bf16-native", "exchange", "int8", "powersgd"]
 
@@ -159,3 +162,29 @@ def test_what_more_ranks_cost_is_against_the_same_optimizer_in_every_step(tmp_pa
         usual = "muon" if label.startswith("muon") else "none"
         costs = [(w, 100 * (perplexities[label, w] / perplexities[usual, w] - 1)) for w in (4, 8)]
         assert points == [pytest.approx(cost) for cost in costs], label
+
+
+def test_runs_of_simulated_ranks_have_losses_over_steps_and_not_over_seconds(tmp_path):
+    times = {name: None for name in Result.model_fields if "_ms" in name or name == "tokens_per_s"}
+    rows = [
+        row.model_copy(update=times | {"world": "simulated"})
+        for row in made_results.rows(["none", "int8"], ["ddp"], [(8, "none")], [0, 1])
+    ]
+    folder = made_results.write(tmp_path / "demo", rows)
+    paths = [*(folder / "runs").rglob("steps.parquet")]
+    for path in paths:
+        table = pq.read_table(path)
+        untimed = pa.nulls(len(table), pa.float64())
+        pq.write_table(table.set_column(table.column_names.index("step_ms"), "step_ms", untimed), path)
+    data = read(folder)
+    (made,) = (section for section in sections(data) if section.key == "loss")
+    drawn = {plot.name: plot.tips for plot in (drawing() for drawing in made.plots)}
+    assert {name.partition("-ddp")[0] for name in drawn} == {"loss-steps", "validation-loss"}
+    assert len(drawn["loss-steps-ddp-ws8-none"]) == 2 and data.notes == []
+    assert read_curves(rows, folder) == {}
+
+    table = pq.read_table(paths[0])
+    some = pa.array([1.5, *[None] * (len(table) - 1)])
+    pq.write_table(table.set_column(table.column_names.index("step_ms"), "step_ms", some), paths[0])
+    data = read(folder)
+    assert len([*sections(data)]) and "step_ms is null" in data.notes[0]

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 INTEGERS, FLAGS = ("step", "rank"), ("profiled",)  # all other columns are float64
-KNOWN = (*INTEGERS, *FLAGS, "step_ms")  # never null; other columns are null if not measured
+KNOWN = (*INTEGERS, *FLAGS)  # never null; other columns are null if not measured
+TIME = "step_ms"  # null in all rows if ranks were simulated, else in none
 
 
 def read(path: Path, columns: Sequence[str]) -> pa.Table:
@@ -32,8 +33,8 @@ def read(path: Path, columns: Sequence[str]) -> pa.Table:
         with pq.ParquetFile(path) as file:
             table = file.read(columns=list(columns), use_threads=False).select(columns)
         table = table.cast(pa.schema([(name, types.get(name, pa.float64())) for name in columns]))
-        for name in set(columns) & set(KNOWN):
-            if table.column(name).null_count:
+        for name in set(columns) & {*KNOWN, TIME}:
+            if table.column(name).null_count not in (0, len(table) if name == TIME else 0):
                 raise ValueError(f"{name} is null")
         for name in set(columns) & set(INTEGERS):
             if len(table) and not (0 <= pc.min(table[name]).as_py() <= pc.max(table[name]).as_py() < len(table)):
@@ -44,7 +45,7 @@ def read(path: Path, columns: Sequence[str]) -> pa.Table:
 
 
 def durations(step: NDArray[np.int64], ms: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Milliseconds of each step: the slowest rank's.
+    """Milliseconds of each step: the slowest rank's; NaN if they are unknown.
 
     The first step compiles and allocates, so it counts at most as long as the median of the others.
 
@@ -55,7 +56,8 @@ def durations(step: NDArray[np.int64], ms: NDArray[np.float64]) -> NDArray[np.fl
     import numpy as np
 
     longest = np.zeros(int(step.max()) + 1 if len(step) else 0)
-    np.maximum.at(longest, step, ms)
+    with np.errstate(invalid="ignore"):
+        np.maximum.at(longest, step, ms)
     if len(longest) > 1:
         longest[0] = min(longest[0], np.median(longest[1:]))
     return longest

@@ -27,7 +27,7 @@ class Curves(NamedTuple):
     """One run, step by step: means over ranks, and the slowest rank's step times.
 
     Attributes:
-        seconds: Since the first step began, after each step; evaluations are left out.
+        seconds: Since the first step began, after each step; evaluations are left out. NaN if ranks were simulated.
         values: Each of `COLUMNS` by step, NaN where it was not measured.
     """
 

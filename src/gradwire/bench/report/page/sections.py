@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from gradwire.base.errors import BadInput
@@ -228,7 +229,11 @@ def loss(data: Data) -> Content:
     lines, validated = data.lines("loss"), data.lines("val_loss")
     if not lines:
         return "no run has a steps.parquet" if data.ok else NO_RESULT
-    over_seconds = curves.plots(curves.LOSS_SECONDS, lines, data.looks)
+    with_times = {
+        group: {label: line for label, line in of_group.items() if not np.isnan(line.seconds).any()}
+        for group, of_group in lines.items()
+    }
+    over_seconds = curves.plots(curves.LOSS_SECONDS, with_times, data.looks)
     return {
         "plots": [
             *over_steps(data, curves.LOSS_STEPS, lines),

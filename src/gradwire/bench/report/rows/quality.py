@@ -219,9 +219,14 @@ def read_curve(path: Path) -> Curve:
 
 
 def read_curves(results: Iterable[Result], results_dir: Path) -> dict[Run, Curve]:
-    """Read the curves of the runs that have their own perplexity or diverged; complain about unusable files."""
+    """Read the curves of the runs that have their own perplexity or diverged; complain about unusable files.
+
+    Simulated ranks have no times, and so no curve.
+    """
     curves = {}
     for row in results:
+        if row.world == "simulated":
+            continue
         path = results_dir / "runs" / row.run_name / "steps.parquet"
         if (row.quality_from in OWN_QUALITY or row.status == "diverged") and path.exists():
             try:

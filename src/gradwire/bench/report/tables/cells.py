@@ -133,7 +133,7 @@ def cells_of(ok: Sequence[Result], quality: PerplexityReference) -> pd.DataFrame
     A cell with the perplexity of another experiment is compared over all seeds of that experiment; ``quality_n`` is
     their number.
     """
-    cells = over_seeds(ok)
+    cells = over_seeds(ok).copy()  # in few pieces: pandas warns of adding columns to many
     rows: defaultdict[tuple[Hashable, ...], list[Result]] = defaultdict(list)
     for row in ok:
         rows[row.strategy, row.world_size, row.compressor, row.link].append(row)
