@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torchft.checkpointing import HTTPTransport
 
 import gradwire as gw
 from gradwire.comm.collectives import ops
@@ -85,8 +86,22 @@ def killed_in(owner, name, due, after=False):
     setattr(owner, name, replaced)
 
 
+def lost_in(owner, name, due, calls):
+    """After a call of a function for which ``due`` is true, note it and raise: a connection is lost."""
+    called = getattr(owner, name)
+
+    def replaced(*args, **kwargs):
+        result = called(*args, **kwargs)
+        if due(*args):
+            calls.append(name)
+            raise RuntimeError("a connection is lost")
+        return result
+
+    setattr(owner, name, replaced)
+
+
 def arm(point, last):
-    """Kill this process at a point of the round whose last optimizer step is ``last``."""
+    """Kill this process at a point of the round whose last optimizer step is ``last``, or lose a connection there."""
     calls = []
 
     def nth(number):
@@ -107,6 +122,9 @@ def arm(point, last):
         killed_in(Quorum, "meet", lambda quorum: quorum.rounds and quorum.rounds[-1].step == last)
     elif point == "join":
         killed_in(Quorum, "_call_roll", lambda *_: time.sleep(3) is None)  # the others have its state by then
+    elif point == "transfer":
+        lost_in(QuorumReducer, "agree", lambda reducer: reducer.step == last, calls)
+        lost_in(HTTPTransport, "recv_checkpoint", lambda *_: len(calls) == 1, calls)
     return current
 
 

@@ -223,6 +223,15 @@ def test_a_group_that_is_killed_leaves_a_mean_of_the_others(tmp_path, lighthouse
     assert rounds[KILLED + H] == (0, 1, 3)
 
 
+def test_a_group_whose_state_does_not_arrive_asks_for_it_again(tmp_path, lighthouse):
+    run = Run(tmp_path, lighthouse, options={"algorithm": "exchange"})
+    run.together(*range(3), group_1={"kill": ("transfer", KILLED)})
+    results = run.ended()
+    rounds = assert_simulated(results)
+    assert rounds[STEPS - 1] == (0, 1, 2)
+    assert any(not groups for _, groups, *_ in results[1][1]["rounds"]), "it missed an average"
+
+
 def test_groups_begin_at_the_same_anchors_if_their_source_is_killed_while_they_join(tmp_path, lighthouse):
     run = Run(tmp_path, lighthouse)
     weights = {f"group_{number}": {"options": {"model": {"seed": number + 5}}} for number in range(3)}

@@ -227,6 +227,8 @@ class Quorum:
             RunFault: If one does not answer in time.
         """
         self._call_roll(digest)
+        if self.number not in self._groups:
+            raise RuntimeError("the state of another group did not arrive")
         average()
         self._reducer.agree()
 
@@ -243,8 +245,9 @@ class Quorum:
         group = quorum_group(self._manager)
         if group is None:
             raise RuntimeError("the groups of the quorum could not connect")
-        call = torch.tensor([self.number, self._averages, len(self.rounds), digest])
-        numbers, averages, rounds, digests = ops.all_gather(call, group, "control", self._reducer.meter).unbind(1)
+        averages = self._averages and not self._manager.errored()  # else the state of another one did not arrive
+        call = torch.tensor([self.number, averages, len(self.rounds), digest])
+        numbers, trains, rounds, digests = ops.all_gather(call, group, "control", self._reducer.meter).unbind(1)
         twins = (numbers == self.number).nonzero().flatten().tolist()
         if len(twins) > 1:
             if group.rank() == min(twins, key=lambda rank: (int(rounds[rank]), -rank)):
@@ -252,14 +255,14 @@ class Quorum:
                     f"another group {self.number} trains already: give each group a replica_id with another number."
                 )
             raise RuntimeError(f"two groups have the number {self.number}")
-        trained = averages.nonzero().flatten().tolist()
+        trained = trains.nonzero().flatten().tolist()
         self._groups = tuple(numbers[trained].tolist())
         if len(digests[trained].unique()) > 1:
             raise BadInput(
                 f"groups {', '.join(map(str, self._groups))} began the round at different anchors: build managers with "
                 f"init_sync=True, and let only the optimizer change the parameters."
             )
-        if self._averages and len(trained) < group.size():
+        if averages and len(trained) < group.size():
             self._reducer.reduce_over(group.split_group(trained, group_name="trained"))
 
     def _state(self) -> dict[str, Any]:
