@@ -10,16 +10,21 @@ import copy
 
 import pytest
 import torch
-import torch.distributed as dist
+from stacks import (
+    STACKS,
+    WIDTH,
+    experts,
+    hsdp,
+    loss_of,
+    mesh_of,
+    net,
+    sharded,
+    tensor_ddp,
+    tensor_fsdp,
+    values,
+)
 from torch import nn
-from torch.distributed._composable.replicate_with_fsdp import replicate
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
@@ -28,163 +33,6 @@ from gradwire.comm.collectives import METER
 from gradwire.comm.parallel import block_sizes, parameters_unhooked, wrap
 
 STEPS = 3
-
-
-class Block(nn.Module):
-    """Two layers that tensor parallelism splits, and a norm that it does not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(12)
-        self.up = nn.Linear(12, 8)
-        self.down = nn.Linear(8, 12)
-
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
-
-
-class Experts(nn.Module):
-    """Four experts whose outputs are summed; expert parallelism gives each rank some of them, along dimension 0."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4, 12, 6) / 4)
-
-    def forward(self, x):
-        mine = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
-        return torch.einsum("bi,eij->bj", x, mine)
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Block(), Block()])
-        self.head = nn.Linear(12, 3)
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-class Mixture(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = Experts()
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x), self.experts(x)
-
-
-def mesh_of(*shape: int, names: str) -> DeviceMesh:
-    """A mesh; DTensor caches collectives by mesh, and the groups of the one before ended with its test."""
-    _clear_sharding_prop_cache()
-    clear_redistribute_planner_cache()
-    return init_device_mesh("cpu", shape, mesh_dim_names=tuple(names.split()))
-
-
-def net(kind: type[nn.Module] = Net) -> nn.Module:
-    torch.manual_seed(5)
-    return kind()
-
-
-def sharded(model: nn.Module, mesh, **options) -> nn.Module:
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, **options)
-    return fully_shard(model, mesh=mesh, **options)
-
-
-def split(model: nn.Module, mesh) -> nn.Module:
-    for block in model.blocks:
-        parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    return model
-
-
-def hsdp(world: int, islands: int) -> tuple[nn.Module, int]:
-    mesh = mesh_of(islands, world // islands, names="replicas shards")
-    return sharded(net(), mesh), dist.get_rank()
-
-
-def tensor_fsdp(world: int) -> tuple[nn.Module, int]:
-    mesh = mesh_of(world // 2, 2, names="dp tp")
-    return sharded(split(net(), mesh["tp"]), mesh["dp"]), mesh["dp"].get_local_rank()
-
-
-def tensor_hsdp(world: int) -> tuple[nn.Module, int]:
-    mesh = mesh_of(world // 2, 1, 2, names="replicas shards tp")
-    return sharded(split(net(), mesh["tp"]), mesh["replicas", "shards"]), mesh["replicas"].get_local_rank()
-
-
-def tensor_ddp(world: int) -> tuple[nn.Module, int]:
-    mesh = mesh_of(world // 2, 2, names="dp tp")
-    model = split(net(), mesh["tp"])
-    _pre_dp_module_transform(model)
-    return DistributedDataParallel(model, process_group=mesh.get_group("dp")), mesh["dp"].get_local_rank()
-
-
-def together(world: int) -> tuple[nn.Module, int]:
-    """Two modules that one call shards as one group."""
-    mesh, model = mesh_of(world, names="dp"), net()
-    fully_shard([model.blocks[1], model.head], mesh=mesh)
-    return fully_shard(model, mesh=mesh), dist.get_rank()
-
-
-def replicated(world: int) -> tuple[nn.Module, int]:
-    mesh = mesh_of(world, names="replicas")
-    model = net()
-    for block in model.blocks:
-        replicate(block, mesh=mesh)
-    return replicate(model, mesh=mesh), dist.get_rank()
-
-
-def columns(world: int) -> tuple[nn.Module, int]:
-    mesh = mesh_of(world, names="dp")
-    place = {"shard_placement_fn": lambda parameter: Shard(1) if parameter.ndim == 2 else Shard(0)}
-    return sharded(net(), mesh, **place), dist.get_rank()
-
-
-def experts(world: int) -> tuple[nn.Module, int]:
-    """Dense parameters over all ranks; experts split over pairs, and each part sharded over the other ranks.
-
-    Both meshes have a dimension of the same name.
-    """
-    dense = mesh_of(world, names="shards")
-    mesh = mesh_of(world // 2, 2, names="shards ep")
-    model = net(Mixture)
-    part = distribute_tensor(model.experts.weight.detach(), mesh["ep"], [Shard(0)])
-    model.experts.weight = nn.Parameter(part)
-    fully_shard(model.experts, mesh=mesh["shards"], shard_placement_fn=lambda parameter: Shard(1))
-    return sharded(model, dense), dist.get_rank()
-
-
-STACKS = {
-    "hsdp": lambda world: hsdp(world, 2),
-    "hsdp, one island": lambda world: hsdp(world, 1),
-    "hsdp, islands of one": lambda world: hsdp(world, world),
-    "tp x fsdp": tensor_fsdp,
-    "tp x hsdp": tensor_hsdp,
-    "tp x ddp": tensor_ddp,
-    "replicate": replicated,
-    "columns": columns,
-    "together": together,
-    "experts": experts,
-}
-
-
-def loss_of(model: nn.Module, sample: int, step: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(100 * step + sample + 1)
-    outputs = model(torch.randn(4, 12, generator=generator))
-    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    return sum(output.square().mean() for output in outputs)
-
-
-def values(model: nn.Module) -> dict[str, torch.Tensor]:
-    named = {name.removeprefix("module."): p.detach() for name, p in model.named_parameters()}
-    return {name: (p.full_tensor() if isinstance(p, DTensor) else p).clone() for name, p in named.items()}
-
-
 CASES = {
     "none": {"compressor": "none"},
     "int8": {"compressor": "int8"},
@@ -213,13 +61,14 @@ def trained(rank, world, group, stack, case):
     model, sample = STACKS[stack](world)
     sent = METER.sent("parameters")
     optimizer, compression = compressed(model, case)
-    start = values(model)
+    named = list(model.named_parameters())  # torch's TP × DDP takes those that are split from the model
+    start = values(named)
     train(model, optimizer, sample, range(STEPS))
     if compression is None:
-        return start, values(model), None
+        return start, values(named), None
     traffic = compression.traffic
     assert traffic["parameters"]["sent"] == METER.sent("parameters") - sent
-    return start, values(model), {**traffic, "parameters": traffic["parameters"]["sent"]}
+    return start, values(named), {**traffic, "parameters": traffic["parameters"]["sent"]}
 
 
 def deviations(world, stack: str, case: str, ranks: int) -> list[float]:
@@ -227,7 +76,7 @@ def deviations(world, stack: str, case: str, ranks: int) -> list[float]:
     results = zip(*(world(ranks).run(trained, stack, given) for given in (None, case)), strict=True)
     found = []
     for (start, expected, _), (_, got, traffic) in results:
-        assert expected.keys() == got.keys()
+        assert start.keys() == expected.keys() == got.keys()
         apart = sum(float((got[name] - expected[name]).square().sum()) for name in expected)
         moved = sum(float((start[name] - expected[name]).square().sum()) for name in expected)
         found.append((apart / moved) ** 0.5)
@@ -276,7 +125,7 @@ def drawn_apart(rank, world, group):
         torch.optim.SGD(model.parameters(), lr=0.1), model, sync_every=2, compressor="qsgd", error_feedback=True
     )
     train(model, optimizer, sample, range(4))
-    return {name: parameter for name, parameter in values(model).items() if ".norm." in name}
+    return {name: parameter for name, parameter in values(model.named_parameters()).items() if ".norm." in name}
 
 
 def test_peers_of_tensor_parallelism_round_alike_in_local_updates(world):
@@ -291,7 +140,7 @@ def overflowed(rank, world, group):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     gradwire.compress_gradients(model, "int8", optimizer=optimizer, nonfinite="raise")
     model.experts.register_forward_pre_hook(lambda _, given: (given[0].detach(),))  # the rest has finite gradients
-    dense, expert = model(torch.randn(4, 12, generator=torch.Generator().manual_seed(sample)))
+    dense, expert = model(torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(sample)))
     (dense.square().mean() + expert.square().mean() * (float("inf") if rank == 1 else 1)).backward()
     with pytest.raises(NonFiniteGradient) as raised:
         optimizer.step()
@@ -317,7 +166,7 @@ def resumed(rank, world, group, stack, case):
             for each, state in zip((model, optimizer, compression), saved, strict=True):
                 each.load_state_dict(state)
         train(model, optimizer, sample, range(2, 4))
-        ends.append(values(model))
+        ends.append(values(model.named_parameters()))
     return ends
 
 
@@ -371,7 +220,7 @@ def rounds(rank, world, group, stack, wrapped):
     )
     train(model, optimizer, sample, range(5))
     with optimizer.synchronized():
-        return values(model), optimizer.reducer.traffic["sent"]
+        return values(model.named_parameters()), optimizer.reducer.traffic["sent"]
 
 
 def test_local_updates_between_the_islands_of_a_users_mesh(world):
@@ -405,14 +254,14 @@ def accumulated(rank, world, group, stack, case):
     """Parameters and traffic of steps of three micro-batches, of which only the last is averaged over the replicas."""
     model, sample = STACKS[stack](world)
     optimizer, compression = compressed(model, case)
-    start = values(model)
+    start = values(model.named_parameters())
     for step in range(STEPS):
         for micro in range(3):
             model.set_requires_all_reduce(micro == 2)
             loss_of(model, sample, 10 * step + micro).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return start, values(model), None if compression is None else compression.traffic
+    return start, values(model.named_parameters()), None if compression is None else compression.traffic
 
 
 @pytest.mark.parametrize("stack", ["hsdp", "replicate"])
