@@ -31,6 +31,18 @@ def test_the_benchmark_on_links_prints_its_table():
     assert len(rows) >= 3, done.stdout
 
 
+@pytest.mark.full
+def test_the_benchmark_of_stacks_prints_its_table():
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    command = [sys.executable, str(ROOT / "benchmarks/bench_stacks.py"), "--stacks", "DDP", "FSDP2", "--ranks", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = [line.split(" | ") for line in done.stdout.splitlines()[2:] if line.startswith("|")]
+    assert [row[2] for row in rows] == ["0 · 100.0% · ="] * 2, done.stdout
+    assert "≠" not in done.stdout
+    assert "1. parameters is 'int4-diff', but DistributedDataParallel sends none" in done.stdout
+
+
 def records(path: Path, perplexities: dict[str, dict[int, float]], lr: float = 0.01, unigram: float = 9.5) -> Path:
     """Records of two ranks and one text, by label and seed."""
     sent = {"bytes_raw_total": 8, "bytes_parameters_raw_total": None, "bytes_compressed_total": 2}

@@ -92,8 +92,9 @@ def dump_failure(failure: Failure) -> bytes:
 class Pool:
     """The ranks' processes: each starts when first needed, all restart after a hang or a group that never formed."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, timeout: float = RUN_TIMEOUT_S) -> None:
         self.size = size
+        self.timeout = timeout
         self.ranks: list[tuple[BaseProcess, Connection]] = []
         self.folder = tempfile.TemporaryDirectory(prefix="gradwire-world-")
         self.runs = 0
@@ -145,7 +146,7 @@ class Pool:
         """Wait for every rank's answer, in rank order; end the pool if a rank dies or does not answer in time."""
         waiting = {connection: rank for rank, (_, connection) in enumerate(self.ranks[:world_size])}
         answers: list[Any] = [None] * world_size
-        deadline = time.monotonic() + RUN_TIMEOUT_S
+        deadline = time.monotonic() + self.timeout
         while waiting:
             ready = wait(list(waiting), timeout=deadline - time.monotonic())
             if not ready:
@@ -153,7 +154,7 @@ class Pool:
                 for rank in late:
                     self.dump_stack(rank)
                 self.stop()
-                raise TimeoutError(f"{task}: ranks {late} gave no answer in {RUN_TIMEOUT_S:.0f} s (stacks on stderr)")
+                raise TimeoutError(f"{task}: ranks {late} gave no answer in {self.timeout:.0f} s (stacks on stderr)")
             for connection in ready:
                 rank = waiting.pop(connection)
                 try:
