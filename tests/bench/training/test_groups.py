@@ -145,6 +145,7 @@ REFUSED = {
     "no maximum": ([*LAUNCH, "2", "--"], "--elastic 2: give MIN:MAX, the fewest groups that train and all groups"),
     "upside down": ([*LAUNCH, "4:2", "--"], "--elastic 4:2: give MIN:MAX"),
     "none": ([*LAUNCH, "0:2", "--"], "--elastic 0:2: give MIN:MAX"),
+    "neither": (["launch", "--"], "launch needs --world_size N, the number of ranks."),
     "several ranks": ([*LAUNCH, "1:2", "--world_size", "2", "--"], "groups of one rank each: omit --world_size 2."),
     "link": ([*LAUNCH, "1:2", "--link", "100mbit", "--"], "without --link: omit it."),
     "launcher": ([*LAUNCH, "1:2", "--launcher", "spawn", "--"], "without --launcher: omit it."),

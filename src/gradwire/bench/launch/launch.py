@@ -30,7 +30,7 @@ RANK = (sys.executable, "-m", "gradwire")  # command line of `gradwire` in a ran
 class Options(Strict):
     """Flags of ``gradwire launch``."""
 
-    world_size: Annotated[int, RANKS] = Field(1, description="number of ranks; with --elastic, of a group")
+    world_size: Annotated[int, RANKS] | None = Field(None, description="number of ranks; required without --elastic")
     elastic: str | None = Field(
         None,
         description="MIN:MAX: start MAX groups that train with local updates, and start those again that are lost; the "
@@ -58,6 +58,11 @@ class Options(Strict):
         description="the verb to run on each rank, with its flags, after --"
     )
 
+    @property
+    def ranks(self) -> int:
+        """Number of ranks, with --elastic of each group."""
+        return self.world_size or 1
+
 
 def main(options: Options) -> None:
     """Run the command on all ranks.
@@ -65,6 +70,8 @@ def main(options: Options) -> None:
     Raises:
         GradwireError: If a check fails, or with the message and exit code of the first rank that failed.
     """
+    if options.world_size is None and options.elastic is None:
+        raise BadInput("launch needs --world_size N, the number of ranks.")
     command = Command(options.command)
     if options.elastic is not None:
         start_groups(options, options.elastic, command)
@@ -96,7 +103,7 @@ def check_groups(options: Options, command: Command) -> None:
     """
     if not hasattr(command.arguments, "elastic"):
         raise BadInput(f"--elastic starts groups of `train`; {command.name} has none.")
-    if options.world_size != 1:
+    if options.world_size is not None:
         raise BadInput(f"--elastic starts groups of one rank each: omit --world_size {options.world_size}.")
     others = {"--nodes": options.nodes != 1, "--link": options.link != UNSHAPED, "--torchrun": options.torchrun}
     others["--launcher"] = options.launcher not in (None, FORK)
@@ -117,10 +124,10 @@ def start_ranks(options: Options, command: Command) -> None:
     if options.link != UNSHAPED:
         _check_link(options, command)
         links.enter(options.link)
-    command.arguments.world_size = options.world_size
+    command.arguments.world_size = options.ranks
     gpus = _wanted_gpus(options, command.arguments)
     with (
-        environment({LOCAL_WORLD_SIZE: str(options.world_size // options.nodes)}),
+        environment({LOCAL_WORLD_SIZE: str(options.ranks // options.nodes)}),
         _launcher(options, gpus, command.module) as launcher,
     ):
         if hasattr(command.module, "preflight"):
@@ -136,13 +143,13 @@ def _check_link(options: Options, command: Command) -> None:
     islands = getattr(command.arguments, "islands", 1)
     if islands != 1 or between_islands(options.link):
         strategy = getattr(command.arguments, "strategy", command.name)
-        check_topology(strategy, options.world_size, islands, options.link)
+        check_topology(strategy, options.ranks, islands, options.link)
 
 
 def _wanted_gpus(options: Options, child: argparse.Namespace) -> int:
     if options.nodes != 1:
         return 0
-    return leases.wanted_gpus(getattr(child, "device", None), getattr(child, "backend", None), options.world_size)
+    return leases.wanted_gpus(getattr(child, "device", None), getattr(child, "backend", None), options.ranks)
 
 
 def _check_input(options: Options, command: Command, launcher: str | Template) -> None:
@@ -150,7 +157,7 @@ def _check_input(options: Options, command: Command, launcher: str | Template) -
     if not isinstance(launcher, Template):
         command.module.preflight(command.options)
         return
-    size = ["--world_size", str(options.world_size)] if hasattr(command.arguments, "world_size") else []
+    size = ["--world_size", str(options.ranks)] if hasattr(command.arguments, "world_size") else []
     check([*RANK, *options.command, *size], launcher)
 
 
@@ -167,7 +174,7 @@ def _launcher(options: Options, gpus: int, module: ModuleType) -> Iterator[str |
         return
     if not simple:
         raise BadInput(f"--launcher {FORK} starts ranks on the CPU of one machine: use torchrun.")
-    with Template(getattr(module, "PRELOAD", ()), rank_variables(options.world_size)) as template:
+    with Template(getattr(module, "PRELOAD", ()), rank_variables(options.ranks)) as template:
         yield template
 
 
@@ -175,40 +182,40 @@ def _start(options: Options, command: Command, launcher: str | Template) -> None
     """Run the command on all ranks; with several nodes, they write their messages to the folder of its outputs."""
     words = [*RANK, *options.command]
     if options.nodes > 1:
-        nodes.start(words, options.world_size, options.nodes, command.output_folder() or Path(), options.master_port)
+        nodes.start(words, options.ranks, options.nodes, command.output_folder() or Path(), options.master_port)
         return
     if options.link == UNSHAPED:
         check_address(options.master_addr, options.master_port)
-        start(words, options.world_size, launcher, options.master_addr, options.master_port)
+        start(words, options.ranks, launcher, options.master_addr, options.master_port)
         return
-    namespaces = command.arguments.islands if between_islands(options.link) else options.world_size
+    namespaces = command.arguments.islands if between_islands(options.link) else options.ranks
     with (
-        links.testbed(options.link, namespaces, options.world_size // namespaces) as testbed,
+        links.testbed(options.link, namespaces, options.ranks // namespaces) as testbed,
         environment(testbed.environment),
     ):
-        start(words, options.world_size, launcher, *testbed.meeting_point(launcher))
+        start(words, options.ranks, launcher, *testbed.meeting_point(launcher))
 
 
 def _check_size(options: Options, child: argparse.Namespace) -> None:
     """Raise if the ranks cannot be split over the nodes, lack GPUs, or disagree with the verb's own flag."""
     if options.nodes != 1:
         _check_nodes(options)
-    if options.gpus is not None and options.gpus < options.world_size:
+    if options.gpus is not None and options.gpus < options.ranks:
         raise BadInput(
-            f"{options.world_size} ranks need a GPU each and {options.gpus} were granted: raise the limit "
+            f"{options.ranks} ranks need a GPU each and {options.gpus} were granted: raise the limit "
             "(snakemake --resources gpu=N) if the machine has more, else use a smaller world size."
         )
     given = getattr(child, "world_size", None)
-    if given not in (None, options.world_size):
+    if given not in (None, options.ranks):
         raise BadInput(
-            f"`launch --world_size {options.world_size}` but --world_size {given} for the verb: omit the second."
+            f"`launch --world_size {options.ranks}` but --world_size {given} for the verb: omit the second."
         )
 
 
 def _check_nodes(options: Options) -> None:
     """Raise if the nodes cannot share the ranks evenly, or with options for a single machine."""
-    if options.world_size % options.nodes:
-        raise BadInput(f"--nodes {options.nodes} cannot share --world_size {options.world_size} evenly.")
+    if options.ranks % options.nodes:
+        raise BadInput(f"--nodes {options.nodes} cannot share --world_size {options.ranks} evenly.")
     if options.link != UNSHAPED:
         raise BadInput(f"--link {options.link} makes links within one machine: omit --nodes {options.nodes}.")
     if options.launcher not in (None, "torchrun"):

@@ -171,8 +171,9 @@ class Stepper:
         self.clock.lap("data_ms")
         began = time.perf_counter()
         total = self._backward(micro_batches, n_targets, step)
-        time.sleep((self.times - 1) * (time.perf_counter() - began))
-        self.clock.lap("backward_ms")
+        if self.times > 1:
+            time.sleep((self.times - 1) * (time.perf_counter() - began))
+            self.clock.lap("backward_ms")
         stop = torch.full((), float(self.asked.requested), device=self.world.device)
         totals = torch.stack([total, self.feed.coming_targets(), stop, *self.objective.totals()])
         grad_norm, reduced = self._update(totals)
