@@ -114,6 +114,10 @@ EXCEPT = {  # page, and how the block begins: why no test runs it as it is, or w
         "gradwire launch --elastic",
     ): "tests/faults/test_lost_groups.py",
     ("docs/explanation/lost-machines.md", "from datetime"): "it needs several groups; tests/faults/quorum_group.py",
+    (
+        "docs/gradients.md",
+        "from gradwire.attribution.collect.huggingface",
+    ): "it needs a Trainer; tests/attribution/collect/test_callback.py",
     ("docs/how-to/torchtitan.md", "for number, part"): "lines of examples/with_torchtitan.py, of which a test sees to",
     ("docs/how-to/configure.md", "results/<name>"): "a list of files; tests/bench/workflow",
 }

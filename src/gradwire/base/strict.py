@@ -212,7 +212,7 @@ def from_flags(model: type[Model], args: argparse.Namespace) -> Model:
 
 
 def to_flags(settings: BaseModel, *names: str) -> list[str]:
-    """Return the flags for ``settings``: ``["--steps", "60", "--no-profile", ...]``; None is omitted.
+    """Return the flags for ``settings``: ``["--steps", "60", "--no-profile", ...]``; None and empty tuples are omitted.
 
     Args:
         settings: A model whose fields are flags of a verb.
@@ -225,7 +225,7 @@ def to_flags(settings: BaseModel, *names: str) -> list[str]:
         if isinstance(value, bool):
             words.append(f"--{name}" if value else f"--no-{name}")
         elif isinstance(value, tuple):
-            words += [f"--{name}", *map(str, value)]
+            words += [f"--{name}", *map(str, value)] if value else []
         elif value is not None:
             words += [f"--{name}", str(value)]
     return words

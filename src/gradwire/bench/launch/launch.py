@@ -207,9 +207,7 @@ def _check_size(options: Options, child: argparse.Namespace) -> None:
         )
     given = getattr(child, "world_size", None)
     if given not in (None, options.ranks):
-        raise BadInput(
-            f"`launch --world_size {options.ranks}` but --world_size {given} for the verb: omit the second."
-        )
+        raise BadInput(f"`launch --world_size {options.ranks}` but --world_size {given} for the verb: omit the second.")
 
 
 def _check_nodes(options: Options) -> None:
