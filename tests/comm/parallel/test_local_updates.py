@@ -17,7 +17,7 @@ from gradwire.comm.collectives import Reducer
 from gradwire.comm.communication import preset
 from gradwire.comm.compressors import build
 from gradwire.comm.parallel import accumulation, named_parameters, optimizers, wrap
-from gradwire.comm.parallel.optimizers.diloco import Rounds
+from gradwire.comm.parallel.optimizers.diloco import DiLoCo, Rounds
 from gradwire.comm.parallel.verify import SyncCheck, first_difference
 
 STEPS = 8
@@ -678,3 +678,18 @@ def test_bad_input_is_one_message(world, cell, options, message):
 def test_muon_without_a_block_is_refused():
     with pytest.raises(BadInput, match=r"first nn\.ModuleList"):
         optimizers.build_inner("muon", Held(), groups_of(Held()), lr=1.0)
+
+
+class Container(torch.optim.Optimizer):
+    """An optimizer that steps another one, as torchtitan's does."""
+
+    def __init__(self, optimizer):
+        self.optimizers = [optimizer]
+        super().__init__(optimizer.param_groups, optimizer.defaults)
+
+
+def test_an_optimizer_whose_moments_would_not_be_saved_is_refused():
+    model = torch.nn.Linear(3, 5)
+    container = Container(torch.optim.AdamW(model.parameters(), lr=0.1))
+    with pytest.raises(BadInput, match="Container keeps moments in optimizers that it holds"):
+        DiLoCo(container, model, sync_every=2)

@@ -94,6 +94,11 @@ class DiLoCo(Communicating):
                 f"{type(self).__name__} takes an optimizer of torch, such as AdamW, then the model, "
                 f"not {type(optimizer).__name__}."
             )
+        if holds_optimizers(optimizer):
+            raise BadInput(
+                f"{type(self).__name__} saves the state of the optimizer that it is given, and "
+                f"{type(optimizer).__name__} keeps moments in optimizers that it holds: give one that it holds."
+            )
         if options.get("dense_steps") if reducer is None else reducer.codec.options.dense_steps:
             raise BadInput("dense_steps counts optimizer steps; local updates have dense_rounds.")
         self.outer = checked(Outer, outer, "outer")
@@ -418,3 +423,9 @@ class Rounds:
                 return start + number * length
             number -= rounds
         raise AssertionError("the last interval has no end")
+
+
+def holds_optimizers(optimizer: Optimizer) -> bool:
+    """Whether an optimizer steps others, such as torchtitan's container; their state is not in its ``state``."""
+    held = [value if isinstance(value, list | tuple) else [value] for value in vars(optimizer).values()]
+    return any(isinstance(value, Optimizer) for values in held for value in values)
