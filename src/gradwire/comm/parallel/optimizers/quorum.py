@@ -162,8 +162,19 @@ class Quorum:
         return self._settled()
 
     def _settled(self) -> dict[str, Any] | None:
-        """Return the state that was received; if its group still averages, the one that it has afterwards."""
+        """Return the state that was received; if its group still averages, the one that it has afterwards.
+
+        Raises:
+            RunFault: If that group is still averaging after `ATTEMPTS` quorums: all that trained may be lost.
+        """
+        attempts = 0
         while self._received is not None and self._received["averages"]:
+            if attempts > ATTEMPTS:
+                raise RunFault(
+                    f"group {self.number} has the state of group {self._received['source']} in the middle of a round, "
+                    f"and {attempts} quorums have not ended it: the groups that trained are lost. Start the run again."
+                )
+            attempts += 1
             if failure := failure_of(self._call_roll):
                 self._committed(failure)
             self._ask()
