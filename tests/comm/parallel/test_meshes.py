@@ -340,7 +340,7 @@ def test_refusals_name_the_dimension(world):
         "rows of tensor parallelism": "granularity row encodes all parameters of a rank together",
         "narrow parameters": "MixedPrecisionPolicy converts",
         "a user's all-reduce": "has an all-reduce hook already",
-        "local updates, tp": "no tensor or expert parallelism",
+        "local updates, tp": "'tp'): DiLoCo takes",
         "local updates, experts": "no tensor or expert parallelism",
         "local updates, one island": "has sharded the model over all 4 ranks",
     }

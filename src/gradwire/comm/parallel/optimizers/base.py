@@ -375,22 +375,24 @@ def _islands(model: FSDPModule, whose: str) -> Islands:
         BadInput: If all ranks shard one model, the mesh has other dimensions, or islands are not neighbouring ranks.
     """
     assert isinstance(model, nn.Module)
-    mesh = next(p.device_mesh for p in model.parameters() if isinstance(p, DTensor))
+    meshes = dict.fromkeys(p.device_mesh for p in model.parameters() if isinstance(p, DTensor))
     groups = groups_of(model)
     levels = {(group.shards, group.replicas) for group in groups}
     inside, between = groups[0].shards, groups[0].replicas
     size = 1 if inside is None else inside.size()
     dimensions = (inside is not None) + (between is not None)
-    if len(levels) > 1 or any(isinstance(p, DTensor) and p.device_mesh.ndim != dimensions for p in model.parameters()):
+    if len(levels) > 1 or any(mesh.ndim != dimensions for mesh in meshes):
+        named = dict.fromkeys(str(mesh.mesh_dim_names or tuple(mesh.shape)) for mesh in meshes)
         raise BadInput(
-            f"the model's mesh has the dimensions {mesh.mesh_dim_names or tuple(mesh.shape)}: {whose} takes those of "
-            f"shards and replicas, the same for all parameters, and no tensor or expert parallelism."
+            f"parameters are on meshes of the dimensions {' and '.join(named)}: {whose} takes those of shards and "
+            f"replicas, the same for all parameters, and no tensor or expert parallelism."
         )
     if size == dist.get_world_size():
         raise BadInput(
             f"{whose} needs each rank's or island's whole gradient, and fully_shard has sharded the model over all "
             f"{size} ranks: shard it over the mesh of an island, or use DistributedDataParallel."
         )
+    (mesh, *_) = meshes
     islands = build_islands(dist.get_world_size() // size, mesh.device_type)
     if (size > 1 and ranks(inside) != ranks(islands.inside)) or (between and ranks(between) != ranks(islands.between)):
         raise BadInput(f"the model's mesh is {mesh.mesh.tolist()}; an island has neighbouring ranks.")
