@@ -93,7 +93,7 @@ def test_a_group_that_is_killed_from_outside_starts_again(tmp_path, shards):
 
 def descendants(pid: int) -> list[int]:
     children = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True, check=False).stdout.split()
-    return [found for child in map(int, children) for found in (child, *descendants(child))]
+    return [process for child in map(int, children) for process in (child, *descendants(child))]
 
 
 def trains(pid: int, folder: Path) -> bool:

@@ -39,16 +39,16 @@ def test_the_history_of_a_run_counts_what_a_mean_has_and_nothing_else():
         (1, 0): [step(0, 100.5, 2500, 500, ended(0, [0, 1], 5)), step(1, 103.25, 1000, 250)],
         (1, 1): [step(2, 110.5, 3000, 500, ended(2, [], 3, attempts=3))],
     }
-    told = history(lines, 2)
-    assert [tuple(told["rounds"][index].values()) for index in range(3)] == [
+    made = history(lines, 2)
+    assert [tuple(made["rounds"][index].values()) for index in range(3)] == [
         (0, [0, 1], 1, 0.5, 12),
         (1, [0], 2, 4.5, 11),
         (2, [0], 3, 0.5, 3),
     ]
-    assert (told["restarts"], told["training_s"]) == (1, 13.5)
+    assert (made["restarts"], made["training_s"]) == (1, 13.5)
     # trained by anybody: 100 to 102.5, 103 to 105, 110 to 113
-    assert told["stalled_s"] == pytest.approx(13.5 - 2.5 - 2.0 - 3.0)
-    assert told["goodput"] == pytest.approx((2.0 + 2.0 + 2.0 + 2.0) / (2 * 13.5))
+    assert made["stalled_s"] == pytest.approx(13.5 - 2.5 - 2.0 - 3.0)
+    assert made["goodput"] == pytest.approx((2.0 + 2.0 + 2.0 + 2.0) / (2 * 13.5))
 
 
 def test_on_a_gpu_without_phases_a_round_takes_what_its_average_took():

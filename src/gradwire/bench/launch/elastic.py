@@ -111,7 +111,7 @@ class GroupProcess:
     def __init__(self, number: int, command: Sequence[str], template: Template, folder: Path, restarts: int) -> None:
         self.number, self.template = number, template
         self._command, self._folder = command, folder
-        self._pauses = [BACKOFF * 2**number for number in range(restarts)]
+        self._pauses = [BACKOFF * 2**before for before in range(restarts)]
         self.due: float | None = None
         self.start()
 
