@@ -11,13 +11,14 @@ from diagonals import diagonals
 from protocols import Protocol, by_rows
 from test_optimizers import BETAS, CLIP, DECAY, RATES, REPLICAS, Held, assert_same, groups_of, whole
 
-from gradwire.base.errors import BadInput, NonFiniteGradient
+from gradwire.base.errors import BadInput, NonFiniteGradient, RunFault
 from gradwire.bench.config import Cell
 from gradwire.comm.collectives import Reducer
 from gradwire.comm.communication import preset
 from gradwire.comm.compressors import build
 from gradwire.comm.parallel import accumulation, named_parameters, optimizers, wrap
 from gradwire.comm.parallel.optimizers.diloco import DiLoCo, Rounds
+from gradwire.comm.parallel.optimizers.quorum import ATTEMPTS, Quorum
 from gradwire.comm.parallel.verify import SyncCheck, first_difference
 
 STEPS = 8
@@ -693,3 +694,14 @@ def test_an_optimizer_whose_moments_would_not_be_saved_is_refused():
     container = Container(torch.optim.AdamW(model.parameters(), lr=0.1))
     with pytest.raises(BadInput, match="Container keeps moments in optimizers that it holds"):
         DiLoCo(container, model, sync_every=2)
+
+
+def test_a_group_that_joins_a_round_which_nobody_ends_stops_with_a_message(monkeypatch):
+    """The groups that trained are gone; tests/faults/test_quorum.py has real ones."""
+    group, quorums = Quorum.__new__(Quorum), []
+    group.number, group._received = 1, {"averages": True, "source": 3}
+    monkeypatch.setattr(group, "_call_roll", lambda: None)
+    monkeypatch.setattr(group, "_ask", lambda: quorums.append(len(quorums)))
+    with pytest.raises(RunFault, match="group 1 has the state of group 3 in the middle of a round"):
+        group._settled()
+    assert len(quorums) == ATTEMPTS + 1
