@@ -67,6 +67,12 @@ ALL_CELLS = (
     replace(TOKENS, long=True),
     replace(text("marks", "marks"), long=True),
 )
+LOST_MACHINES = (
+    Column("restarts", "restarts", "{:.0f}", hint="of groups of ranks that were lost"),
+    Column("training s", "training_s", "{:,.1f}", hint="from the first step to the last one"),
+    Column("stalled s", "stalled_s", "{:,.1f}", hint="of these, seconds in which no group trained"),
+    Column("goodput", "goodput_percent", "{:.0f}", " %", hint="share of all groups' time in steps that a mean counts"),
+)
 EFFICIENCY_HINT = "tokens/s per rank over those of one rank alone"
 EFFICIENCY = Column("efficiency", "efficiency_percent", "{:.1f}", " %", hint=EFFICIENCY_HINT)
 
@@ -108,10 +114,11 @@ def over_seeds(ok: Sequence[Result]) -> pd.DataFrame:
         parts = pd.DataFrame((percents if column == "worse_percent" else estimates)(samples), index=cells.index)
         estimated.append(parts[[*PARTS.values()]].set_axis([f"{column}{part}" for part in PARTS], axis=1))
     cells = pd.concat([cells.drop(columns=ESTIMATED, errors="ignore"), *estimated], axis=1)
-    cells["n"] = by_cell.size()
+    cells = cells.reset_index().copy()  # in few pieces: pandas warns of adding columns to many
+    cells["n"] = by_cell.size().to_numpy()
     cells["comm_percent"] = 100 * cells["comm_ratio"]
-    cells["sign"] = by_cell["sign"].max()  # a cell differs if one of its runs does
-    cells = cells.reset_index()
+    cells["goodput_percent"] = 100 * cells["goodput"]
+    cells["sign"] = by_cell["sign"].max().to_numpy()  # a cell differs if one of its runs does
     baseline = _baseline(cells, "val_ppl", ["strategy", "world_size"])
     cells["gated"] = [gated(*pair) for pair in zip(cells["val_ppl"], baseline, strict=True)]
     cells["gate"] = np.where(cells["gated"], " !", "")
@@ -133,7 +140,7 @@ def cells_of(ok: Sequence[Result], quality: PerplexityReference) -> pd.DataFrame
     A cell with the perplexity of another experiment is compared over all seeds of that experiment; ``quality_n`` is
     their number.
     """
-    cells = over_seeds(ok).copy()  # in few pieces: pandas warns of adding columns to many
+    cells = over_seeds(ok)
     rows: defaultdict[tuple[Hashable, ...], list[Result]] = defaultdict(list)
     for row in ok:
         rows[row.strategy, row.world_size, row.compressor, row.link].append(row)

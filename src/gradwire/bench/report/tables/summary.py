@@ -14,6 +14,7 @@ from gradwire.bench.report.rows.record import Result, Status
 from gradwire.bench.report.tables.cells import (
     ALL_BYTES,
     CELL,
+    LOST_MACHINES,
     PERPLEXITY,
     RATIO,
     SPEED_UP,
@@ -86,7 +87,9 @@ DEFINITIONS = f"""\
   `MB parameters`: what FSDP's gathers of parameters send, by formula unless `param_compress` encodes them.
 - Step time and tokens/s leave out warm-up and profiled steps. The other times are of the mean profiled step:
   `comm` is the union of all collectives (parameters, control and waiting for other ranks included), `share` its part
-  of the step, `exposed` what no computation of the same rank covers. Two ops may run at once."""
+  of the step, `exposed` what no computation of the same rank covers. Two ops may run at once.
+- Lost machines: `training s` are from the first step to the last one, `stalled s` those of them in which no group of
+  ranks trained, `goodput` the share of all groups' time that went into steps which a mean counts."""
 
 
 def summary(
@@ -125,6 +128,7 @@ def summary(
         add("Bytes", _table(cells, SENT))
         add("Step time", _table(by_speed, STEPS))
         add("Where a step's time goes", _table(by_speed, TIMES))
+        add("Lost machines", _table(cells.dropna(subset="goodput"), (*SUMMARY_CELL, *LOST_MACHINES)))
         add("Communication by op, ms per step", op_table(ok, by_speed))
         parts += [tiers] if tiers else []
     add("Time to target", f"{markdown_of(reached, TARGETS)}\n\n{TIME_TO_TARGET}" if reached else "")
@@ -200,7 +204,7 @@ def versions(row: Result) -> str:
 
 
 def _table(cells: pd.DataFrame, columns: Sequence[Column]) -> str:
-    return markdown_of(cells.to_dict("records"), columns)
+    return "" if cells.empty else markdown_of(cells.to_dict("records"), columns)
 
 
 def _device(row: Result) -> str:
