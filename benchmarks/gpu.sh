@@ -3,6 +3,7 @@
 #
 #   benchmarks/gpu.sh --plan         parts, their seconds, what each decides
 #   benchmarks/gpu.sh [PART ...]     default: bytes codecs reduction model (5 minutes), gradients strategies quality (5)
+#   benchmarks/gpu.sh --merge        the tables of the last call into benchmarks/gpu.md, a section for each card
 #
 #   PYTHON=python3                   with torch, triton, transformers, numba, numpy, pydantic, perhaps through PYTHONPATH
 #   OUT=results/gpu                  a table and a JSON of each part; summary.md
@@ -33,6 +34,7 @@ strategies 75 whether every strategy trains as on the CPU, with the bytes of the
 quality 150 what methods cost in perplexity at eight ranks, simulated in one process'
 [ "${1:-}" != --plan ] || { printf 'part       s    decides\n'; while read -r part seconds decides; do
     printf '%-10s %-4s %s\n' "$part" "$seconds" "$decides"; done <<< "$plan"; exit 0; }
+[ "${1:-}" != --merge ] || exec "$python" -m gpu.part merge benchmarks/gpu.md
 declare -A limits=()
 parts=()
 while read -r part seconds _; do limits[$part]=$seconds; parts+=("$part"); done <<< "$plan"

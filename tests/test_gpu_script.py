@@ -98,6 +98,32 @@ def test_an_unknown_part_is_refused_and_a_finished_one_skipped(tmp_path):
     assert "model: finished before" in done.stdout and "| model | ok" in done.stdout
 
 
+@pytest.fixture
+def merged(tmp_path):
+    """A function that merges a summary into a page, and returns the exit code and the page."""
+    page = tmp_path / "page.md"
+    page.write_text("# On a GPU\n\n## Before\n\ntext\n\n## After\n\nmore\n")
+
+    def merge(summary: str) -> tuple[int, str]:
+        (tmp_path / "summary.md").write_text(summary)
+        environment = os.environ | {"OUT": str(tmp_path), "PYTHONPATH": f"{ROOT}/src:{ROOT}/benchmarks"}
+        command = [sys.executable, "-m", "gpu.part", "merge", str(page)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+        return done.returncode, page.read_text()
+
+    return merge
+
+
+def test_a_page_has_the_last_tables_of_each_card(merged):
+    code, first = merged("# NVIDIA A\n\ntorch 1\n\n## bytes\n\n| 1 |\n")
+    assert code == 0
+    assert first.endswith("## After\n\nmore\n\n## Tables of NVIDIA A\n\ntorch 1\n\n### bytes\n\n| 1 |\n")
+    _, both = merged("# NVIDIA B\n\ntorch 1\n\n## bytes\n\n| 2 |\n")
+    _, again = merged("# NVIDIA A\n\ntorch 2\n\n## codecs\n\n| 3 |\n")
+    assert again == both.replace("torch 1\n\n### bytes\n\n| 1 |", "torch 2\n\n### codecs\n\n| 3 |")
+    assert merged("# CPU\n\ntorch 2\n\n## bytes\n") == (2, again)
+
+
 @pytest.mark.full
 @pytest.mark.timeout(900)
 def test_every_part_runs_without_a_gpu(tmp_path):

@@ -1,6 +1,7 @@
 """A part of the GPU check: its rows, its targets and its time, written to a JSON file after every row.
 
-``python -m gpu.part environment`` and ``summary PART ...`` begin and end the script.
+``python -m gpu.part environment`` and ``summary PART ...`` begin and end the script; ``merge PAGE`` puts the summary
+into a page.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ import importlib.util
 import json
 import os
 import platform
+import re
+import subprocess
 import sys
 import time
 import traceback
@@ -125,7 +128,12 @@ class Part:
 
 
 def summary(parts: list[str]) -> int:
-    """Print a line for each part, and the tables of all; the exit code, 1 if a part failed or did not finish."""
+    """Print the machine, a line for each part, and the tables of all.
+
+    Returns:
+        The exit code, 1 if a part failed or did not finish.
+    """
+    machine = json.loads((OUT / "environment.json").read_text())
     lines, pages = [], []
     for part in parts:
         file = OUT / f"{part}.json"
@@ -137,7 +145,7 @@ def summary(parts: list[str]) -> int:
         lines.append({key: short(value) for key, value in cells.items()})
         if file.with_suffix(".md").exists():
             pages.append(file.with_suffix(".md").read_text())
-    print("\n\n".join([table(lines), *pages]))
+    print("\n\n".join([f"# {machine.pop('card')}", ", ".join(machine.values()), table(lines), *pages]))
     return 0 if all(line["outcome"] == "ok" for line in lines) else 1
 
 
@@ -152,9 +160,40 @@ def environment() -> int:
     if DEVICE == "cuda" and not torch.cuda.is_available():
         print("gpu.sh: torch sees no GPU; DEVICE=cpu tries the script without one", file=sys.stderr)
         return 2
-    print(f"Python {platform.python_version()}, torch {torch.__version__}, {os.cpu_count()} cores")
+    import triton
+
+    machine = {
+        "card": "CPU",
+        "torch": f"torch {torch.__version__}",
+        "triton": f"Triton {triton.__version__}",
+        "python": f"Python {platform.python_version()}",
+        "cores": f"{os.cpu_count()} cores",
+        "date": time.strftime("%-d %B %Y"),
+    }
     if DEVICE == "cuda":
-        print(f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, CUDA {torch.version.cuda}")
+        asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        driver = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.partition("\n")[0]
+        machine |= {"card": torch.cuda.get_device_name(), "driver": f"driver {driver or 'unknown'}"}
+        machine["cuda"] = f"CUDA {torch.version.cuda}"
+    print(", ".join(machine.values()))
+    OUT.mkdir(parents=True, exist_ok=True)
+    (OUT / "environment.json").write_text(json.dumps(machine, indent=1))
+    return 0
+
+
+def merge(page: Path) -> int:
+    """Put the summary into a page, in place of an earlier one of the same card; 2 if it is not of a GPU."""
+    summarized = OUT / "summary.md"
+    text = summarized.read_text() if summarized.exists() else ""
+    title, _, tables = text.removeprefix("# ").partition("\n")
+    if title in ("", "CPU"):
+        print(f"gpu.sh: {summarized} has no tables of a GPU; run benchmarks/gpu.sh on one", file=sys.stderr)
+        return 2
+    heading = f"## Tables of {title}\n"
+    section = heading + re.sub(r"^## ", "### ", tables, flags=re.MULTILINE)
+    before, _, rest = page.read_text().partition(heading)
+    after = rest[rest.find("\n## ") :].lstrip("\n") if "\n## " in rest else ""
+    page.write_text("\n\n".join(filter(None, [before.rstrip("\n"), section.rstrip("\n"), after.rstrip("\n")])) + "\n")
     return 0
 
 
@@ -230,4 +269,10 @@ def run(main: Callable[[], int]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(summary(sys.argv[2:]) if sys.argv[1] == "summary" else environment())
+    match sys.argv[1:]:
+        case ["summary", *names]:
+            sys.exit(summary(names))
+        case ["merge", path]:
+            sys.exit(merge(Path(path)))
+        case _:
+            sys.exit(environment())
