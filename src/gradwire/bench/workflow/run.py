@@ -32,6 +32,7 @@ from gradwire.bench.report.rows.status import State, duration, look, remaining
 FOLDER = Path(__file__).parent
 PROFILES = FOLDER / "profiles"
 REFRESH = 1.0  # seconds between two views
+DRY_RUN = {"-n", "--dry-run", "--dryrun"}  # Snakemake's names
 VERBS = {"tokenizer": "tokenize", "shards": "tokenize"}  # of the rules that do not have their verb's name
 
 
@@ -68,15 +69,15 @@ def main(options: Options) -> None:
     if options.verbose:
         os.execv(sys.executable, [sys.executable, "-m", "snakemake", *words])
     results = Path("results") / experiment.name
-    view = View(results)
-    with journal(options.dry_run, results) as log:
+    view, dry_run = View(results), not DRY_RUN.isdisjoint(words)
+    with journal(dry_run, results) as log:
         if follow([sys.executable, "-m", "gradwire.bench.workflow.events", *words], log, view):
             fail(results, view, log.name)
     if not view.total:
         print("nothing to do: every job is done")
-    elif options.dry_run:
+    elif dry_run:
         print(f"{view.total} jobs: {', '.join(f'{n} {rule}' for rule, n in view.jobs.items())}")
-    if not options.dry_run and (results / "report.html").exists():
+    if not dry_run and (results / "report.html").exists():
         print(f"\n{(results / 'summary.md').read_text()}\nreport: {results / 'report.html'}")
 
 
