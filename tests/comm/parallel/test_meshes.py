@@ -342,7 +342,7 @@ def test_refusals_name_the_dimension(world):
         "a user's all-reduce": "has an all-reduce hook already",
         "local updates, tp": "'tp'): DiLoCo takes",
         "local updates, experts": "no tensor or expert parallelism",
-        "local updates, one island": "has sharded the model over all 4 ranks",
+        "local updates, one island": "has sharded the model over 4 ranks without replicas",
     }
     for messages in world(4).run(refusals):
         for name, part in parts.items():

@@ -13,6 +13,7 @@ from test_optimizers import gradients_of as odd_gradients_of
 from test_optimizers import held as odd
 from test_optimizers import simulated as simulated_adam
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -161,7 +162,7 @@ def islands(rank, world, group, own):
     torch.manual_seed(3)
     net = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 3))
     if own:
-        model = fully_shard(net, mesh=build_islands(2).mesh["inside"])
+        model = fully_shard(net, mesh=build_islands(2).mesh)
         options = {"compressor": "onebit"}
     else:
         reducer = IslandReducer("onebit", build_islands(2), error_feedback=True)
@@ -182,6 +183,38 @@ def test_a_model_sharded_inside_islands_trains_between_them(world):
     for (mine, sent), (theirs, reference) in zip(found, expected, strict=True):
         assert torch.equal(mine, theirs) and sent == reference > 0
     assert torch.equal(found[0][0], found[2][0]) and not torch.equal(found[0][0], found[1][0])
+
+
+def stages(rank, world, group):
+    """How far a pipeline's stage is from training by DDP after rounds of one step; what DiLoCo answers to sharded ones.
+
+    The stages have parameters of equal names and shapes.
+    """
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    ends = []
+    for rounds in (True, False):
+        torch.manual_seed(mesh["pp"].get_local_rank())
+        model = DistributedDataParallel(torch.nn.Linear(5, 7), process_group=mesh.get_group("dp"))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if rounds:
+            optimizer = gw.DiLoCo(optimizer, model, sync_every=1, outer={"lr": 1.0, "momentum": 0.0})
+        for step in range(3):
+            model(
+                torch.randn(6, 5, generator=torch.Generator().manual_seed(10 * rank + step))
+            ).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    islands = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("pp", "replicas", "shards"))["replicas", "shards"]
+    answers = [message_of(fully_shard(net(), mesh=mesh["dp"])), message_of(fully_shard(net(), mesh=islands))]
+    return float((ends[0] - ends[1]).abs().max()), answers
+
+
+def test_a_pipelines_stages_are_not_averaged_with_each_other(world):
+    for apart, (flat, islands) in world(4).run(stages):
+        assert apart < 1e-5
+        assert "sharded the model over 2 ranks without replicas: shard it over a mesh of islands" in flat
+        assert "takes one of all 4 ranks" in islands and "For a pipeline's stage use Distrib" in islands
 
 
 def message_of(model, **options):
@@ -224,7 +257,7 @@ def refused(rank, world, group):
 
 def test_what_cannot_train_apart_is_refused_at_the_call(world):
     expected = {
-        "sharded": "fully_shard has sharded the model over all 4 ranks",
+        "sharded": "fully_shard has sharded the model over 4 ranks without replicas",
         "fsdp1": "FullyShardedDataParallel shards it",
         "hooked": "the model has a communication hook, which DiLoCo would never call",
         "averaged": "gradients of this model are averaged already",

@@ -57,9 +57,9 @@ class CommunicatingAdam(Communicating, AdamW):
     Args:
         params: Parameters or parameter groups, as for AdamW.
         model: The model, with equal weights on all ranks: a module (rank 0's weights are broadcast), a
-            `DistributedDataParallel` (whose averaging is switched off), a model that ``fully_shard`` has sharded inside
-            islands of neighbouring ranks, or one returned by `comm.parallel.wrap` with ``average=False``. Frozen
-            parameters are ignored.
+            `DistributedDataParallel` (whose averaging is switched off), a model that ``fully_shard`` has sharded over
+            a mesh of islands × ranks, with neighbouring ranks in an island, or one returned by `comm.parallel.wrap`
+            with ``average=False``. Frozen parameters are ignored.
         compressor: Encodes the momenta.
         dense_steps: Steps of the warm-up.
         max_norm: Maximum Euclidean norm of the gradient; larger ones are clipped (see the module).

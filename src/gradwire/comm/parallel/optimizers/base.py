@@ -372,7 +372,8 @@ def _islands(model: FSDPModule, whose: str) -> Islands:
     """Return the islands of a sharded model; where FSDP2 averages between them (HSDP), it no longer does.
 
     Raises:
-        BadInput: If all ranks shard one model, the mesh has other dimensions, or islands are not neighbouring ranks.
+        BadInput: If there are no replicas, the mesh has other dimensions or not all ranks, or the ranks of an island
+            are not neighbours.
     """
     assert isinstance(model, nn.Module)
     meshes = dict.fromkeys(p.device_mesh for p in model.parameters() if isinstance(p, DTensor))
@@ -387,16 +388,19 @@ def _islands(model: FSDPModule, whose: str) -> Islands:
             f"parameters are on meshes of the dimensions {' and '.join(named)}: {whose} takes those of shards and "
             f"replicas, the same for all parameters, and no tensor or expert parallelism."
         )
-    if size == dist.get_world_size():
+    if between is None or between.size() == 1:
         raise BadInput(
-            f"{whose} needs each rank's or island's whole gradient, and fully_shard has sharded the model over all "
-            f"{size} ranks: shard it over the mesh of an island, or use DistributedDataParallel."
+            f"{whose} needs each rank's or island's whole gradient, and fully_shard has sharded the model over {size} "
+            f"ranks without replicas: shard it over a mesh of islands × ranks, or use DistributedDataParallel."
         )
     (mesh, *_) = meshes
     islands = build_islands(dist.get_world_size() // size, mesh.device_type)
-    if (size > 1 and ranks(inside) != ranks(islands.inside)) or (between and ranks(between) != ranks(islands.between)):
-        raise BadInput(f"the model's mesh is {mesh.mesh.tolist()}; an island has neighbouring ranks.")
-    for group in groups if between is not None else ():
+    if ranks(between) != ranks(islands.between) or (size > 1 and ranks(inside) != ranks(islands.inside)):
+        raise BadInput(
+            f"the model's mesh is {mesh.mesh.tolist()}: {whose} takes one of all {dist.get_world_size()} ranks, "
+            f"neighbouring ones in an island. For a pipeline's stage use DistributedDataParallel."
+        )
+    for group in groups:
         group.drop_replicas()
     return islands
 

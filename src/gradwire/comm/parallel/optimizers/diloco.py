@@ -56,8 +56,9 @@ class DiLoCo(Communicating):
     Args:
         optimizer: The inner optimizer: any of torch, over all trainable parameters of the model.
         model: The model, with equal weights on all ranks: a module (rank 0's weights are broadcast), a
-            `DistributedDataParallel` (whose averaging is switched off), a model that ``fully_shard`` has sharded inside
-            islands of neighbouring ranks, or one returned by `comm.parallel.wrap` with ``average=False``.
+            `DistributedDataParallel` (whose averaging is switched off), a model that ``fully_shard`` has sharded over
+            a mesh of islands × ranks, with neighbouring ranks in an island, or one returned by `comm.parallel.wrap`
+            with ``average=False``.
         sync_every: Steps of a round, or a schedule, such as ``{0: 1, 100: 5}``.
         compressor: Encodes the pseudo-gradients.
         outer: The outer step, an `Outer` or a mapping of its fields.
