@@ -16,6 +16,7 @@ HERE = Path(__file__).parent
 PACKAGES = HERE.parent / ".titan"
 MESHES = {
     "fsdp": (2, "llama3", {}),
+    "fsdp, compiled": (2, "llama3", {}),
     "hsdp": (4, "llama3", {"data_parallel_replicate": 2, "data_parallel_shard": 2}),
     "tp x fsdp": (4, "llama3", {"tensor_parallel": 2}),
     "pp x fsdp": (4, "llama3", {"pipeline_parallel": 2}),
@@ -35,7 +36,8 @@ def trained(folder: Path, mesh: str, compression: dict | str | None, steps: int 
     ranks, model, degrees = MESHES[mesh]
     folder.mkdir(parents=True, exist_ok=True)
     given = {"model": model, "folder": str(folder), "steps": steps, "mesh": degrees}
-    words = json.dumps({**given, "checkpoint": checkpoint, "compression": compression})
+    varied = {"compiled": "compiled" in mesh, "checkpoint": checkpoint, "compression": compression}
+    words = json.dumps({**given, **varied})
     paths = [PACKAGES, HERE / "titan", HERE.parent / "examples", os.environ.get("PYTHONPATH", "")]
     script = [HERE / "titan" / "train.py", words]
     run = subprocess.run(
@@ -64,10 +66,11 @@ def test_losses_are_those_without_gradwire(tmp_path, mesh):
         assert traffic["sent"] < 0.27 * traffic["raw"]
 
 
-def test_a_resumed_run_equals_an_unbroken_one(tmp_path):
-    unbroken = trained(tmp_path / "unbroken", "hsdp", "example", steps=4, checkpoint=True)
-    trained(tmp_path / "stopped", "hsdp", "example", steps=2, checkpoint=True)
-    resumed = trained(tmp_path / "stopped", "hsdp", "example", steps=4, checkpoint=True)
+@pytest.mark.parametrize("mesh", ["hsdp", "fsdp, compiled"])
+def test_a_resumed_run_equals_an_unbroken_one(tmp_path, mesh):
+    unbroken = trained(tmp_path / "unbroken", mesh, "example", steps=4, checkpoint=True)
+    trained(tmp_path / "stopped", mesh, "example", steps=2, checkpoint=True)
+    resumed = trained(tmp_path / "stopped", mesh, "example", steps=4, checkpoint=True)
     assert resumed["steps"].keys() == {"3", "4"}
     for step, values in resumed["steps"].items():
         assert values == unbroken["steps"][step]

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.pipelining.schedules as schedules
 import torchtitan.tools.utils as utils
+from torch.distributed.fsdp import FSDPModule
 
 
 class Cpu:
@@ -48,6 +49,17 @@ def whole_batch(step):
     return adapted
 
 
+def summed(set_factor):
+    """A setter of torchtitan's factor of 1, for a backend without PREMUL_SUM, which would apply it."""
+
+    def adapted(self, factor):
+        set_factor(self, factor)
+        self.set_force_sum_reduction_for_comms(True)
+
+    return adapted
+
+
+FSDPModule.set_gradient_divide_factor = summed(FSDPModule.set_gradient_divide_factor)
 for schedule in (schedules.PipelineScheduleSingle, schedules.PipelineScheduleMulti):
     schedule.step = whole_batch(schedule.step)
 

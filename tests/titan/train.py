@@ -1,20 +1,22 @@
 """Train a debug model of torchtitan with any compression; torchrun runs this.
 
-The first argument is JSON: ``model``, ``folder``, ``steps``, ``mesh`` (degrees by dimension), ``checkpoint`` (whether
-there are checkpoints), and ``compression``: the arguments of `compress_gradients`, ``example`` for the trainer of
-`examples/with_torchtitan.py`, or null for none. The last rank writes ``losses.json``: loss and gradient
-norm of each step, and the traffic of each part of the model.
+The first argument is JSON: ``model``, ``folder``, ``steps``, ``mesh`` (degrees by dimension), ``compiled`` (whether
+blocks are compiled, all their activations recomputed, and gradients accumulated over two micro-batches), ``checkpoint``
+(whether there are checkpoints), and ``compression``: the arguments of `compress_gradients`, ``example`` for the trainer
+of `examples/with_torchtitan.py`, or null for none. The last rank writes ``losses.json``: loss and gradient norm of each
+step, and the traffic of each part of the model.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
 import on_cpu
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
+from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.trainer import Trainer
 from with_torchtitan import CompressedTrainer
 
@@ -24,17 +26,14 @@ import gradwire
 def main(given: dict) -> None:
     config = on_cpu.config(given["model"], given["folder"], given["steps"], **given["mesh"])
     config.checkpoint.enable, config.checkpoint.interval = given["checkpoint"], 2
+    if given["compiled"]:
+        config.compile.enable, config.activation_checkpoint = True, FullAC.Config()
+        config.training.global_batch_size = 2 * int(os.environ["WORLD_SIZE"]) * config.training.local_batch_size
     trainer = (CompressedTrainer if given["compression"] == "example" else Trainer)(config)
     compressions = []
-    for number, part in enumerate(trainer.model_parts):
-        for module in part.modules():  # gloo has no PREMUL_SUM, by which torchtitan's factor of 1 would be applied
-            if isinstance(module, FSDPModule):
-                module.set_force_sum_reduction_for_comms(True)
-        if not isinstance(given["compression"], dict):
-            continue
-        compressions.append(gradwire.compress_gradients(part, optimizer=trainer.optimizers, **given["compression"]))
-        if given["checkpoint"]:
-            trainer.checkpointer.states[f"gradwire.{number}"] = compressions[-1]
+    if isinstance(options := given["compression"], dict):
+        parts, options["optimizer"] = trainer.model_parts, trainer.optimizers
+        compressions = [gradwire.compress_gradients(part, **options) for part in parts]
     steps = {}
 
     def log(step, average, maximum, norm, *_, **__):
