@@ -13,8 +13,10 @@ import torch
 from stacks import (
     STACKS,
     WIDTH,
+    Net,
     experts,
     hsdp,
+    inputs,
     loss_of,
     mesh_of,
     net,
@@ -24,7 +26,7 @@ from stacks import (
     values,
 )
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
@@ -248,6 +250,43 @@ def test_bytes_of_parameters_are_counted_beside_those_of_float32(world, encoding
     assert sum(traffic["raw"] for _, traffic in ranks) == raw
     sent = sum(traffic["sent"] - started["sent"] for started, traffic in ranks)
     assert 0 < sent < share * raw
+
+
+class Headless(Net):
+    """Leaves the head to the loss."""
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def chunked(rank, world, group, chunks, early=False):
+    """Parameters, and bytes of ``int4-diff``, after steps whose loss runs the head on one chunk after the other.
+
+    With ``early`` the caller gathers the head before the first of two micro-batches, as a pipeline's schedule does.
+    """
+    mesh, model = mesh_of(world, names="dp"), net(Headless)
+    fully_shard(model.head, mesh=mesh)
+    sharded(model, mesh)
+    optimizer, compression = compressed(model, "int4 and int4-diff")
+    for step in range(STEPS):
+        if early:
+            model.head.unshard()
+        for micro in range(2):
+            hidden = model(inputs(rank, 10 * step + micro))
+            sum(model.head(chunk).square().mean() for chunk in hidden.chunk(chunks)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return values(model.named_parameters()), compression.traffic["parameters"]["sent"]
+
+
+@pytest.mark.parametrize(("chunks", "early"), [(2, False), (1, True)])
+def test_differences_are_sent_once_in_a_step_whoever_gathers_the_head(world, chunks, early):
+    expected = world(2).run(chunked, 1)
+    for (got, sent), (parameters, once) in zip(world(2).run(chunked, chunks, early), expected, strict=True):
+        assert sent == once > 0
+        assert early is False or all(torch.equal(got[name], parameter) for name, parameter in parameters.items())
 
 
 def accumulated(rank, world, group, stack, case):

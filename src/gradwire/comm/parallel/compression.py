@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
-from weakref import WeakSet, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -103,7 +103,7 @@ def compress_gradients(
     for stepping in optimizers:
         compression.end_with(stepping)
     if encoding is not None:
-        compression.parameters = compress_parameters(model, str(parameters), Moves(model, optimizers).unchanged)
+        compression.parameters = compress_parameters(model, str(parameters), Moves(optimizers).unchanged)
     return compression
 
 
@@ -226,30 +226,27 @@ class Compression:
 
 # Why: docs/decisions.md, "`int4-diff` sends differences once per optimizer step".
 class Moves:
-    """Whether parameters have moved since the forward pass before, in training mode.
+    """Whether the parameters of a group have moved.
 
     An optimizer may move them without a trace in autograd's version counters, and other code without an optimizer.
     """
 
-    def __init__(self, model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
+    def __init__(self, optimizers: Iterable[Optimizer]) -> None:
         self.steps = 0
-        self.seen: object = None
-        self.moved = True
+        self.seen = WeakKeyDictionary[ParameterGroup, object]()
         for optimizer in optimizers:
             optimizer.register_step_post_hook(self._count)
-        model.register_forward_pre_hook(self._look, prepend=True)  # before FSDP2's own, which gathers
 
-    def unchanged(self) -> bool:
-        """Whether the parameters are those of the previous forward pass."""
-        return in_backward() or not self.moved
+    def unchanged(self, group: ParameterGroup) -> bool:
+        """Whether a group's parameters are those of the call before; in a backward pass they are."""
+        if in_backward():
+            return True
+        versions = [version_of(parameter) for parameter in group.parameters.values()]
+        before, self.seen[group] = self.seen.get(group), (self.steps, versions)
+        return before == self.seen[group]
 
     def _count(self, *_: object) -> None:
         self.steps += 1
-
-    def _look(self, model: nn.Module, _: object) -> None:
-        if model.training:
-            versions = [version_of(parameter) for parameter in model.parameters()]
-            self.moved, self.seen = (self.steps, versions) != self.seen, (self.steps, versions)
 
 
 def steps_of(optimizer: Optimizer, model: nn.Module) -> Optimizer:

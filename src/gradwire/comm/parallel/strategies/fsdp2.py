@@ -163,7 +163,7 @@ class FSDP2(Strategy):
         yield
         self._accumulating = not last
 
-    def _unchanged(self) -> bool:
+    def _unchanged(self, _: ParameterGroup) -> bool:
         """Whether the parameters are those of the previous forward pass."""
         return self._accumulating or in_backward()
 
@@ -459,13 +459,15 @@ class CompressedParameters(NamedTuple):
         }
 
 
-def compress_parameters(wrapped: nn.Module, encoding: str, unchanged: Callable[[], bool]) -> CompressedParameters:
+def compress_parameters(
+    wrapped: nn.Module, encoding: str, unchanged: Callable[[ParameterGroup], bool]
+) -> CompressedParameters:
     """Replace the all-gather of every group of parameters that several ranks hold in shards.
 
     Args:
         wrapped: The sharded model.
         encoding: A key of `comm.compressors.reduction.ENCODINGS`.
-        unchanged: Whether the parameters are those of the previous forward pass.
+        unchanged: Whether the replica of a group needs no update.
 
     Raises:
         BadInput: As `check_gathered`.
@@ -481,7 +483,7 @@ def compress_parameters(wrapped: nn.Module, encoding: str, unchanged: Callable[[
         if gather.encoding.differences:
             shards = {name: local(parameter) for name, parameter in group.parameters.items()}
             replicas[first] = Replica(gather, layout, shards)
-        group.set_all_gather(AllGather(gather, layout, group.module, replicas.get(first), unchanged))
+        group.set_all_gather(AllGather(gather, layout, group.module, replicas.get(first), partial(unchanged, group)))
     wrapped.register_forward_pre_hook(reshard_evaluated, prepend=True)  # before the framework's own
     wrapped.register_forward_hook(reshard_evaluated)
     return CompressedParameters(tuple(gathers.values()), replicas)
