@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from datetime import timedelta
-from types import FrameType, SimpleNamespace
+from types import FrameType, FunctionType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -68,8 +68,22 @@ def allocating() -> bool:
     """Whether an optimizer's step is none of a training: `torch.distributed.checkpoint` allocates its state by one."""
     from torch.distributed.checkpoint.state_dict import _init_optim_state
 
+    return called_by(_init_optim_state)
+
+
+def infers_shapes() -> bool:
+    """Whether a forward pass is none of a training: a stage of a pipeline infers shapes by one, of arbitrary values."""
+    loaded = sys.modules.get("torch.distributed.pipelining.stage")
+    stage = getattr(loaded, "PipelineStage", None)
+    names = ("_forward_metadata_inference", "_backward_metadata_inference")
+    return called_by(*(getattr(stage, name) for name in names if hasattr(stage, name)))
+
+
+def called_by(*functions: FunctionType) -> bool:
+    """Whether this thread runs one of some functions."""
+    codes = {function.__code__ for function in functions}
     frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code is not _init_optim_state.__code__:
+    while frame is not None and frame.f_code not in codes:
         frame = frame.f_back
     return frame is not None
 
@@ -212,12 +226,16 @@ class ParameterGroup:
         module: The module.
         group: FSDP2's private object of the group.
         members: FSDP2's private objects of the parameters, by name, in the order of its buffers.
+
+    Attributes:
+        discarded: Whether gradients of the last forward pass are thrown away, and need no reduction.
     """
 
     def __init__(self, module: FSDPModule, group: Any, members: Mapping[str, Any]) -> None:
         self.module = module
         self._group = group
         self._members = members
+        self.discarded = False
 
     @property
     def modules(self) -> Sequence[nn.Module]:

@@ -167,6 +167,46 @@ def test_the_stages_of_a_pipeline(world, schedule, count):
             torch.testing.assert_close(mine[name], gradient, rtol=1e-6, atol=1e-8)
 
 
+class Headed(nn.Module):
+    """The last stage of a pipeline, whose loss begins with a backward pass of the head, as a loss in chunks does."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = blocks(), nn.Linear(9, 9)
+
+    def forward(self, x):
+        return self.body(x)
+
+    def loss(self, hidden, target):
+        leaf = hidden.detach().requires_grad_()
+        (self.head(leaf) - target).square().mean().backward()
+        return (hidden * leaf.grad).sum()
+
+
+def with_a_head(rank, world, group):
+    """Bytes of each of two steps of a stage; the first infers shapes, and the loss runs the last stage's head."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    data, stage = mesh["dp"], mesh["pp"].get_local_rank()
+    model = sharded(Headed() if stage else blocks(), data)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    compression = compress_gradients(model, "int8", optimizer=optimizer, error_feedback=True)
+    part = PipelineStage(model, stage, 2, torch.device("cpu"), group=mesh["pp"].get_group())
+    run = Schedule1F1B(part, n_microbatches=2, loss_fn=model.loss if stage else nn.functional.mse_loss)
+    sent = [0]
+    for step in range(2):
+        x = noise(10 * step + data.get_local_rank(), 8, 9)
+        run.step(x) if stage == 0 else run.step(target=x.sin())
+        sent.append(compression.traffic["sent"])
+        optimizer.step()
+        optimizer.zero_grad()
+    return sent
+
+
+def test_a_pipeline_that_infers_shapes_reduces_nothing_for_it(world):
+    for start, first, second in world(4).run(with_a_head):
+        assert first - start == second - first > 0
+
+
 def by_hand(rank, world, group, strategy):
     """Half the gradients of two micro-batches, reduced and halved outside of autograd, as a pipeline does it."""
     if strategy == "hsdp":

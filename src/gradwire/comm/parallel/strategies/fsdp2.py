@@ -35,6 +35,7 @@ from gradwire.comm.torch_internals import (
     ParameterGroup,
     backward_interrupted,
     check_offered,
+    infers_shapes,
     parameter_groups,
     post_accumulate_hooks,
 )
@@ -204,6 +205,7 @@ def reduce_unused(group: ParameterGroup) -> None:
         """Watch the gathered parameters: they exist from the first forward pass on."""
         if not torch.is_grad_enabled():
             return
+        group.discarded = infers_shapes()
         group.reduce_unused(bool(group.waiting))
         group.accumulate_zeros()
         for gathered in {parameter for parameter in group.gathered if parameter.requires_grad} - watched:
@@ -245,6 +247,9 @@ class ReduceScatter(Collective):
         async_op: bool = False,
     ) -> None:
         """Write this rank's row of the mean, or of the sum divided by the factor that the model's owner has set."""
+        if self.parameters.discarded:
+            output_tensor.zero_()
+            return
         taken_over = take_over_factor(self.parameters)
         # A factor that was set since the last reduction is FSDP2's to apply to this one, unless by the collective.
         divides = not taken_over and op == dist.ReduceOp.SUM
@@ -320,6 +325,8 @@ class AllReduce:
         Raises:
             RunFault: If FSDP2 left a parameter without a gradient out, as before torch 2.13, which cannot reduce zeros.
         """
+        if self.parameters.discarded:
+            return
         row = self.row(tuple(self.parameters.trained.items()))
         if shard.numel() != row.numel:
             raise RunFault(
