@@ -3,7 +3,7 @@
 A cell is how far training ends from the same program alone, relative to the distance that it moves the parameters (the
 largest of all ranks); the bytes of what is compressed, relative to float32; and ``=`` if a run that resumes in its
 middle equals an unbroken one to the last bit. W ranks have samples of their own. Tensor parallelism and pipelines have
-twice as many processes.
+twice as many processes. torchtitan has to be in ``.titan``, where ``make .titan/.ready`` installs it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from gradwire import DiLoCo, compress_gradients
 from gradwire.base.errors import BadInput
 
 ROOT = Path(__file__).parents[1]
-sys.path.append(str(ROOT / "tests"))
+sys.path += map(str, (ROOT / "tests", ROOT / "tests" / "titan", ROOT / ".titan"))
 import stacks  # noqa: E402
 from world import Pool, World  # noqa: E402
 
@@ -34,11 +34,12 @@ stacks.WIDTH, stacks.HIDDEN = 180, 128  # larger than in tests: small messages o
 
 
 class Job(NamedTuple):
-    """What is trained: a model with an optimizer, and a step of it."""
+    """What is trained: parts of a model with an optimizer, a step of it, and what else has a state."""
 
-    model: nn.Module
+    parts: Sequence[nn.Module]
     optimizer: Any
     step: Callable[[Any, int], None]
+    others: Sequence[Any] = ()
 
 
 def job_of(model: nn.Module, backward: Callable[[int], None], rate: float = 0.1) -> Job:
@@ -49,7 +50,7 @@ def job_of(model: nn.Module, backward: Callable[[int], None], rate: float = 0.1)
         optimizer.step()
         optimizer.zero_grad()
 
-    return Job(model, torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9), step)
+    return Job([model], torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9), step)
 
 
 def on_mesh(build: Callable[[int], tuple[nn.Module, int]], processes: int, rate: float = 0.1) -> Job:
@@ -77,6 +78,22 @@ def pipeline(processes: int) -> Job:
     return job_of(part, backward)
 
 
+def torchtitan(processes: int, model: str = "llama3", parameters: str = "float32", **degrees: int) -> Job:
+    """A trainer of torchtitan with a debug model, its AdamW and the type in which FSDP2 gathers parameters."""
+    import on_cpu
+
+    stacks.forget_groups()
+    config = on_cpu.config(model, "", STEPS, **degrees)
+    config.training.mixed_precision_param = parameters
+    trainer = on_cpu.Trainer(config)
+
+    def step(optimizer: Any, number: int) -> None:
+        trainer.optimizers, trainer.dataloader.batches, trainer.step = optimizer, number, number + 1
+        trainer.train_step(trainer.batch_generator(trainer.dataloader))
+
+    return Job(trainer.model_parts, trainer.optimizers, step, [trainer.lr_schedulers])
+
+
 STACKS: dict[str, tuple[Callable[[int], Job], int]] = {  # and processes of each of W
     "DDP": (partial(on_mesh, stacks.data_parallel), 1),
     "FSDP2": (partial(on_mesh, stacks.flat), 1),
@@ -85,17 +102,23 @@ STACKS: dict[str, tuple[Callable[[int], Job], int]] = {  # and processes of each
     "TP × DDP": (partial(on_mesh, stacks.tensor_ddp), 2),
     "experts × FSDP2": (partial(on_mesh, stacks.experts, rate=0.01), 1),
     "pipeline × FSDP2": (pipeline, 2),
+    "torchtitan: FSDP2": (torchtitan, 1),
+    "torchtitan: HSDP, bfloat16": (partial(torchtitan, parameters="bfloat16", data_parallel_replicate=2), 1),
+    "torchtitan: TP × FSDP2": (partial(torchtitan, tensor_parallel=2), 2),
+    "torchtitan: pipeline × FSDP2": (partial(torchtitan, pipeline_parallel=2), 2),
+    "torchtitan: experts × FSDP2": (partial(torchtitan, model="qwen3", expert_parallel=2), 1),
 }
 
 
 def gradients(job: Job, compressor: Any, **options: Any) -> tuple[Any, list[Any]]:
     """Compress gradients; an optimizer and what has traffic."""
-    return job.optimizer, [compress_gradients(job.model, compressor, optimizer=job.optimizer, **options)]
+    options["optimizer"] = job.optimizer
+    return job.optimizer, [compress_gradients(part, compressor, **options) for part in job.parts]
 
 
 def rounds(job: Job) -> tuple[Any, list[Any]]:
     """Local updates; an optimizer, which has traffic."""
-    optimizer = DiLoCo(job.optimizer, job.model, sync_every=2, compressor="onebit")
+    optimizer = DiLoCo(job.optimizer, job.parts[0], sync_every=2, compressor="onebit")
     return optimizer, [optimizer]
 
 
@@ -112,6 +135,11 @@ CASES: dict[str, Callable[[Job], tuple[Any, list[Any]]]] = {
 def parameters_of(job: Job) -> list[torch.Tensor]:
     """This rank's parameters, from the optimizer: torch's TP × DDP takes those that are split from the model."""
     return [parameter for group in job.optimizer.param_groups for parameter in group["params"]]
+
+
+def tensors_of(job: Job) -> list[torch.Tensor]:
+    """This rank's parameters and buffers."""
+    return [*parameters_of(job), *(buffer for part in job.parts for buffer in part.buffers())]
 
 
 def values_of(job: Job) -> torch.Tensor:
@@ -157,11 +185,11 @@ def cell(rank: int, processes: int, group: Any, stack: str, case: str) -> Cell |
 
 
 def resume(job: Job, states: Sequence[Any], again: Job, others: Sequence[Any]) -> None:
-    """Load the parameters and states of a job in another one."""
+    """Load the tensors and states of a job in another one."""
     with torch.no_grad():
-        for to, parameter in zip(parameters_of(again), parameters_of(job), strict=True):
-            to.copy_(parameter)
-    for there, here in zip(others, states, strict=True):
+        for to, tensor in zip(tensors_of(again), tensors_of(job), strict=True):
+            to.copy_(tensor)
+    for there, here in zip((*again.others, *others), (*job.others, *states), strict=True):
         there.load_state_dict(copy.deepcopy(here.state_dict()))
 
 
