@@ -66,7 +66,7 @@ def test_losses_are_those_without_gradwire(tmp_path, mesh):
         assert traffic["sent"] < 0.27 * traffic["raw"]
 
 
-@pytest.mark.parametrize("mesh", ["hsdp", "fsdp, compiled"])
+@pytest.mark.parametrize("mesh", ["hsdp", "fsdp, compiled", "pp x fsdp"])
 def test_a_resumed_run_equals_an_unbroken_one(tmp_path, mesh):
     unbroken = trained(tmp_path / "unbroken", mesh, "example", steps=4, checkpoint=True)
     trained(tmp_path / "stopped", mesh, "example", steps=2, checkpoint=True)
