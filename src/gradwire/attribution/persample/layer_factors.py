@@ -114,7 +114,7 @@ def inner(use: OuterProduct, second: OuterProduct) -> Tensor:
     if use is second and not use.one_hot and 2 * tokens**2 > use.rows * columns:
         return squares(use.gradient().flatten(1))
     products = _gram(use.left, second.left) * _gram(use.right, second.right)
-    return products.sum((1, 2), dtype=torch.float64)
+    return products.sum(2).sum(1, dtype=torch.float64)  # in float64 at once, all products would be copied
 
 
 def _gram(first: Tensor, second: Tensor) -> Tensor:
@@ -159,7 +159,8 @@ Rule: TypeAlias = Callable[[Any, Tensor, Tensor], dict[str, LayerFactor]]
 # Why: docs/decisions.md, "A layer is what it computes".
 def linear(module: nn.Linear, x: Tensor, grad: Tensor) -> dict[str, LayerFactor]:
     """y = x Wᵀ + b."""
-    return {"weight": OuterProduct(len(module.weight), grad, x), "bias": Direct(grad.sum(1))}
+    weight = OuterProduct(len(module.weight), grad, x)
+    return {"weight": weight} if module.bias is None else {"weight": weight, "bias": Direct(grad.sum(1))}
 
 
 def conv1d(module: Any, x: Tensor, grad: Tensor) -> dict[str, LayerFactor]:
