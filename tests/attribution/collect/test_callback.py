@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from unittest import mock
 
 import pytest
 import torch
@@ -66,6 +68,34 @@ def test_every_checkpoint_has_a_store_and_the_training_is_unchanged(small, tmp_p
         expected = torch.cat([values.flatten() for values in gradient.values()])
         torch.testing.assert_close(rows[4][position].double(), expected, rtol=1e-3, atol=1e-6)
         assert not torch.allclose(rows[2][position], rows[4][position], rtol=0.1)
+
+
+def on_a_rank(rank, ranks, group, small, folder, size):
+    """Train as torchrun starts it, with rows at each checkpoint; returns the rank's weights."""
+    from accelerate.state import AcceleratorState
+
+    from gradwire.attribution.collect.huggingface import CollectedGradients
+
+    AcceleratorState._reset_state(reset_partial_state=True)  # of an earlier test in this process
+    environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500}
+    options = {"projection": "none", "max_samples": SAMPLES, "save_interval": 2}
+    with mock.patch.dict(os.environ, {name: str(value) for name, value in environment.items()}):
+        return trained(small, folder / "run", CollectedGradients(folder / "rows", small.shards, size, **options))
+
+
+def test_rows_of_several_ranks_are_there_once_in_the_order_of_the_data(world, small, tmp_path):
+    model = causal.load(small.model)
+    size = sum(parameter.numel() for parameter in model.parameters())
+    first, second = world(2).run(on_a_rank, small, tmp_path, size)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    block, shards = store.read(store.all_names(tmp_path / f"rows/step-4/dim{size}")), Shards(small.shards, "train")
+    assert block.ids == [shards[position].sample_id for position in range(SAMPLES)]
+    model.load_state_dict(first, strict=False)  # without the tied weight's second name
+    for position, row in enumerate(block.rows):
+        gradient = loop.gradients(model.double(), collate([shards[position]], 0, 1), "mean").gradient
+        expected = torch.cat([values.flatten() for values in gradient.values()])
+        torch.testing.assert_close(row.double(), expected, rtol=1e-3, atol=1e-6)
 
 
 def test_moments_are_those_of_the_checkpoint(small, tmp_path):
