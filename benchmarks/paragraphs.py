@@ -1,0 +1,35 @@
+"""Cut a corpus into paragraphs: ``python benchmarks/paragraphs.py CORPUS TOPICS OUTPUT``.
+
+The beginning (160 characters) of each paragraph of at least 120 becomes a document of its own, for the ``TOPICS``
+documents with the most such paragraphs, each with its first 24. Both splits then have paragraphs of the same topics.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from gradwire.base.files import write_json
+from gradwire.lm.data import corpus
+
+SHORTEST, LONGEST, MOST = 120, 160, 24  # characters, characters, paragraphs
+
+
+def paragraphs(text: str) -> list[str]:
+    """The beginnings of the long paragraphs of a text, each on one line."""
+    return [" ".join(each.split())[:LONGEST] for each in text.split("\n\n") if len(each) >= SHORTEST]
+
+
+def main(source: Path, topics: int, output: Path) -> None:
+    """Write the new corpus."""
+    found = {one.id: paragraphs(one.body) for one in corpus.documents(source)}
+    chosen = sorted(found, key=lambda id_: -len(found[id_]))[:topics]
+    made = [
+        {"id": f"{id_}/{k}", "title": "", "text": text} for id_ in chosen for k, text in enumerate(found[id_][:MOST])
+    ]
+    write_json(output, made)
+    print(f"{output}: {len(made)} paragraphs of {len(chosen)} documents")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
