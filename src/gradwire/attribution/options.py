@@ -40,7 +40,7 @@ def number_of(text: str, total: int) -> int:
     match = re.fullmatch(r"([0-9]+)|([0-9]*\.?[0-9]+)%", text)
     value = float(match[1] or match[2]) if match else 0.0
     if match is None or not value or (match[2] and value > 100):
-        raise ValueError(f"{text!r} is neither a number, such as 100, nor a share, such as 5%")
+        raise ValueError(f"--top_k: {text!r} is neither a number, such as 100, nor a share, such as 5%")
     return max(1, round(total * value / 100)) if match[2] else int(value)
 
 

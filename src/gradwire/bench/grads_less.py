@@ -123,9 +123,11 @@ def checkpoints_of(given: Sequence[Path]) -> list[Checkpoint]:
     folders = [folder for folder in folders if _is_checkpoint(folder)]
     missing = [path for path in given if not any(folder.is_relative_to(path) for folder in folders)]
     if missing:
+        if not missing[0].exists():
+            raise BadInput(f"--checkpoints: {missing[0]} does not exist.")
         raise BadInput(
             f"--checkpoints: {missing[0]} is no checkpoint of Trainer ({STATE}) or of `train --keep_model_every` "
-            f"({METADATA}), and no folder of them."
+            f"({METADATA}), and no folder of them, such as the models/ of a run."
         )
     stated = sorted((_state(folder) | {"folder": folder} for folder in folders), key=lambda state: state["step"])
     edges = [0, *(state["step"] for state in stated)]

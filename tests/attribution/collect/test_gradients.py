@@ -555,7 +555,7 @@ def test_a_run_folder_of_another_configuration_is_refused_and_restarted_on_reque
         ({"save_interval": 0}, "--save_interval is 0"),
         ({"max_samples": 0}, "--max_samples is 0"),
         ({"model_dir": "nowhere"}, "nowhere holds no model"),
-        ({"data_path": "nowhere"}, "nowhere is neither a shards folder nor a corpus file"),
+        ({"data_path": "nowhere"}, "nowhere does not exist: give a shards folder or a corpus file"),
     ],
 )
 def test_bad_input_is_reported_before_anything_is_written(small, tmp_path, capsys, changes, message):

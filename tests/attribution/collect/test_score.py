@@ -115,6 +115,14 @@ def test_an_interrupted_call_goes_on_and_other_settings_are_refused(small, tmp_p
     assert "scores of another queries.samples" in capsys.readouterr().err
 
 
+def test_a_call_that_failed_before_its_first_score_leaves_the_folder_free(small, factors, tmp_path, capsys):
+    of_other_modules = ["--grad_type", "ekfac", "--optimizer_dir", factors, "--modules", "*.mlp.*"]
+    assert cli.main(words(small, tmp_path, *of_other_modules)) == 2
+    assert cli.main(words(small, tmp_path)) == 0
+    assert cli.main(words(small, tmp_path, "--metric", "dot")) == 2
+    assert "scores of another metric" in capsys.readouterr().err
+
+
 def test_two_ranks_give_the_scores_of_one(small, tmp_path):
     assert cli.main(words(small, tmp_path / "one", "--metric", "dot")) == 0
     assert cli.main(["launch", "--world_size", "2", "--", *words(small, tmp_path / "two", "--metric", "dot")]) == 0

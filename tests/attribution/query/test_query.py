@@ -200,7 +200,7 @@ def test_a_search_holds_a_block_in_memory(tmp_path):
         (["--prompt", ""], "the prompt has 0 token(s) and so nothing to predict"),
         (["--prompt", "g"], "the prompt has 1 token(s) and so nothing to predict"),
         (["--sample_id", "doc/99"], "has no sample 'doc/99'; its ids begin ['doc/"),
-        (["--data_path", "nowhere.json"], "nowhere.json is neither a shards folder nor a corpus file"),
+        (["--data_path", "nowhere.json"], "nowhere.json does not exist: give a shards folder or a corpus file"),
         (["--prompt", PROMPT, "--shards", "nowhere"], "nowhere is not a shards folder"),
         (["--prompt", PROMPT, "--top_k", "0"], "--top_k is 0; it must be at least 1."),
     ],

@@ -92,8 +92,9 @@ def test_a_corpus_too_small_for_one_batch_on_each_rank(folder):
 def test_a_shards_folder_or_its_parent_is_taken_as_it_is(folder):
     for path in (folder, folder.parent):
         assert shards_of(path, tokenizer="bpe", max_length=16, vocab_size=300, rank=1) == folder
-    with pytest.raises(BadInput, match="neither a shards folder nor a corpus"):
-        shards_of(folder / "none", tokenizer="bpe", max_length=16, vocab_size=300)
+    for path, message in ((folder / "none", "none does not exist"), (folder.parent.parent, "neither a shards folder")):
+        with pytest.raises(BadInput, match=message):
+            shards_of(path, tokenizer="bpe", max_length=16, vocab_size=300)
 
 
 def test_rank_0_tokenizes_a_corpus_into_the_cache_while_another_polls(corpus, tmp_path, monkeypatch):

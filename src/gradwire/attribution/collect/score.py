@@ -129,7 +129,7 @@ def settings_of(options: Options, train: Provenance, queries: Provenance, asked:
 
 
 def claim(folder: Path, settings: dict[str, Any]) -> None:
-    """Write the settings of a folder, or check those that are there.
+    """Write the settings of a folder, or check those of the scores that are there.
 
     Raises:
         BadInput: If the folder has scores of other settings.
@@ -142,7 +142,8 @@ def claim(folder: Path, settings: dict[str, Any]) -> None:
             "metric": of["metric"]
         }
 
-    if not (folder / SETTINGS).is_file():
+    begun = (folder / MATRIX).is_file() or any(folder.glob("rank_*"))
+    if not begun or not (folder / SETTINGS).is_file():
         write_json(folder / SETTINGS, settings)
         return
     try:

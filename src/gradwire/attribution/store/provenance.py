@@ -200,7 +200,7 @@ def agree(collection: Path, intended: Provenance) -> None:
     if differ:
         raise BadInput(
             f"{collection} is a collection folder of another configuration: {'; '.join(differ)}. "
-            "Choose another --output_path, or pass --restart to delete its gradients."
+            "Choose another folder, or delete this one (`grads collect --restart` deletes its gradients)."
         )
 
 

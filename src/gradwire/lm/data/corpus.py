@@ -396,8 +396,7 @@ def _values(path: Path) -> Iterator[Any]:
     try:
         with path.open("rb") as file:
             stream = Checked(file)
-            if not lines:
-                _require_array(stream.first(), path)
+            _check_first(stream.first(), path, lines)
             for value in ijson.items(stream, "" if lines else "item", multiple_values=lines, map_type=Object):
                 yield value
                 position += 1
@@ -408,16 +407,20 @@ def _values(path: Path) -> Iterator[Any]:
     except InvalidOperation:
         raise BadInput(f"{path}: document {position} (counted from 0) has a number of too large an exponent.") from None
     except (ijson.JSONError, UnicodeDecodeError) as error:
+        line = _lines_of(path, [position]).get(position)
         raise BadInput(
-            f"{path} is not valid JSON in Unicode: {_reason(error)} in document {position} (counted from 0) or "
-            "directly before it. Is the file complete?"
+            f"{path} is not valid JSON in Unicode: {_reason(error)} in document {position} (counted from 0"
+            f"{f', line {line}' if line else ''}) or directly before it. Is the file complete?"
         ) from None
 
 
-def _require_array(first: bytes, path: Path) -> None:
+def _check_first(first: bytes, path: Path, lines: bool) -> None:
     if not first:
-        raise BadInput(f"{path} is empty: a corpus is a JSON array of objects with id, title and text.")
-    if first != b"[":
+        raise BadInput(
+            f"{path} is empty: a corpus is a JSON array of objects with id, title and text, or has one in each line "
+            "(.jsonl)."
+        )
+    if first != b"[" and not lines:
         raise BadInput(
             f"{path} is not a JSON array (it starts with {first.decode(errors='replace')!r}): a corpus is an array "
             "of objects with id, title and text; a file with one object per line must be named .jsonl."

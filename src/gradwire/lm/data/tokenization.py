@@ -120,7 +120,7 @@ def shards_of(
         timeout: Seconds without progress after which the others stop waiting.
 
     Raises:
-        BadInput: If ``data_path`` is neither a shards folder nor a corpus file, or the shards do not match.
+        BadInput: If ``data_path`` is missing, or neither a shards folder nor a corpus file, or the shards do not match.
         RunFault: If rank 0 makes no progress.
     """
     data_path = Path(data_path)
@@ -132,6 +132,8 @@ def shards_of(
     if max_length < SHORTEST_MAX_LENGTH:
         raise BadInput(f"--max_length {max_length} is too small; at least {SHORTEST_MAX_LENGTH}.")
     check_regular(data_path)
+    if not data_path.exists():
+        raise BadInput(f"{data_path} does not exist: give a shards folder or a corpus file.")
     if not data_path.is_file():
         raise BadInput(f"{data_path} is neither a shards folder nor a corpus file; `gradwire tokenize` makes shards.")
     val_fraction = 0.0 if whole else VAL_FRACTION
