@@ -217,6 +217,7 @@ def collect(
     from gradwire.attribution.store.samples import longest_first, samples
 
     maker = RowMaker.load(intended, world.device, batch_size, world)
+    maker.projector.width(maker.dims)  # refuses what the projection does not support
     shards = samples(intended)
     counting = (position for position in range(intended.samples) if shards[position].counts)
     maker.check(shards, list(islice(counting, 2)) or [0])

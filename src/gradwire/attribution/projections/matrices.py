@@ -354,7 +354,13 @@ class Factored(Projector):
         self._factors: dict[tuple[str, int, torch.device], Factors] = {}
 
     def width(self, dims: Sequence[int]) -> int:
-        """Return the columns of all rows, and the slots of the vectors if there are any."""
+        """Return the columns of all rows, and the slots of the vectors if there are any.
+
+        Raises:
+            BadInput: If a dim is not a product of two similar numbers.
+        """
+        for dim in dims:
+            split(dim)
         return sum(dims) + (SLOTS if self.vectors.shapes else 0)
 
     def add(self, sums: Tensor, dims: Sequence[int], name: str, use: LayerFactor) -> None:

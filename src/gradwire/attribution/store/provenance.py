@@ -166,7 +166,8 @@ def read(collection: Path) -> Provenance:
     """
     if not (collection / FILE).is_file():
         raise BadInput(
-            f"{collection} is not a gradient collection: {FILE} is missing; run `gradwire grads collect` first."
+            f"{collection} is not a gradient collection: {FILE} is missing; pass the folder that `grads collect` "
+            "wrote, not a dim<N> folder in it."
         )
     return _read(collection / FILE, Provenance)
 
