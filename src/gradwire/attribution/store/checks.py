@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 
 from gradwire.attribution import projections
@@ -66,12 +67,6 @@ class Listed(NamedTuple):
     ids: list[str]
     meta: pa.Table
 
-    @property
-    def digests(self) -> list[str]:
-        """The rows' digests."""
-        digests: list[str] = self.meta["digest"].to_pylist()
-        return digests
-
 
 class Problems(NamedTuple):
     """The problems of a block's rows, by their check."""
@@ -90,7 +85,7 @@ class Audit:
         self.ids = row_ids(origin, shards)
         self.checks: list[Check] = []
         self.stored: list[Stored] = []
-        self._digests: dict[int, list[list[str]]] = {dim: [] for dim in origin.dims}  # of each rank's rows
+        self._digests: dict[int, list[pa.ChunkedArray]] = {dim: [] for dim in origin.dims}  # of each rank's rows
 
     def corpus(self, path: Path) -> None:
         """Check that every document of the corpus file has a sample.
@@ -138,7 +133,7 @@ class Audit:
         listed = self._listed(name, names) if moved else self._rows(name, names, dim)
         self._add(name, folder, [("ids are those of the rank's samples, in order", _other_ids(names, listed, ids))])
         if listed is not None:
-            self._digests[dim].append(listed.digests)
+            self._digests[dim].append(listed.meta["digest"])
 
     def aggregated(self, dim: int) -> None:
         """Check the merged matrix, its manifest, and each row against the ranks checked before."""
@@ -212,7 +207,8 @@ class Audit:
                 problems = _examined(rows, self._band(dim))
                 if not problems.unreadable:
                     listed = Listed(rows.ids, rows.meta)
-                    self.stored.append(Stored(names, dim, store.read(names)))
+                    mapped = Block(store.read_stored(names.rows)[0], rows.ids, rows.meta, rows.codec)
+                    self.stored.append(Stored(names, dim, mapped))
         self._add(
             name,
             names.rows.parent,
@@ -309,12 +305,12 @@ def _other_ids(names: Names, listed: Listed | None, ids: Sequence[str]) -> Itera
                 yield f"{names.ids}: row {row} is {have!r}, not {want!r}"
 
 
-def _not_from(names: Names, merged: Listed | None, ranks: Sequence[Sequence[str]]) -> Iterator[str]:
+def _not_from(names: Names, merged: Listed | None, ranks: Sequence[pa.ChunkedArray]) -> Iterator[str]:
     if merged is not None:
-        known = {digest for digests in ranks for digest in digests}
-        for row, (id_, digest) in enumerate(zip(merged.ids, merged.digests, strict=True)):
-            if digest not in known:
-                yield f"{names.rows}: no rank wrote row {row} for {id_!r}"
+        written = pa.chunked_array((chunk for digests in ranks for chunk in digests.chunks), pa.string())
+        known = pc.is_in(merged.meta["digest"], written)
+        for row in pc.indices_nonzero(pc.invert(known)).to_pylist():
+            yield f"{names.rows}: no rank wrote row {row} for {merged.ids[row]!r}"
 
 
 def _denied(folder: Path, expected: dict[str, Any]) -> Iterator[str]:
