@@ -1,11 +1,11 @@
 """Gradient rows compared with bergson, and EK-FAC's scores with kronfluence: the tables of peers in ``attribution.md``.
 
-    python benchmarks/bench_attribution.py FOLDER [--rounds 1] [--python INTERPRETER]
+    python benchmarks/bench_attribution.py FOLDER [--rounds 3] [--python INTERPRETER]
 
 FOLDER has ``corpus.json`` and ``data/``, made by the first commands of that page. It gets two Llamas, what the tools
 write, and an environment with the peers on gradwire's torch and transformers; ``--python`` names the interpreter of one
-that has them. Each tool runs in its own process, on one thread, by turns. FOLDER keeps the measurements: a call adds
-rounds to those of earlier calls, and prints the medians of all. Wall time is not measured, since it depends on what
+that has them. Each tool runs in its own process, on one thread, by turns, until all have as many measurements as
+rounds were asked for; a call goes on where an earlier one ended. Wall time is not measured, since it depends on what
 else the machine does.
 """
 
@@ -26,7 +26,7 @@ from pathlib import Path
 import numpy as np
 
 from gradwire.attribution.store import store
-from gradwire.base.files import read_object
+from gradwire.base.files import read_object, write_json
 from gradwire.bench.judge import lds
 from gradwire.lm.data.shards import Shards
 
@@ -150,9 +150,9 @@ def prepare(folder: Path, python: str) -> None:
     run = folder / "untrained"
     measured(run, (*GRADWIRE, "train", "--data_path", rows, "--output_dir", run, *training))
     recipe = ("--model", json.dumps(LLAMA), "--steps", 60, "--batch_size", 16, "--seed", 1, "--methods", "dot")
-    asked = ("--queries", QUERIES, "--subsets", SUBSETS, "--output_dir", folder / "judged")
+    asked = ("--queries", QUERIES, "--subsets", SUBSETS, "--output_dir", folder / "trained")
     subprocess.run([*map(str, (*GRADWIRE, "grads", "lds", "--data_path", data, *recipe, *asked))], check=True)
-    for model in (run / "final_model", folder / "judged/model"):
+    for model in (run / "final_model", folder / "trained/model"):
         lengthened(model)
     for name, shards, split, count in (
         ("rows", rows, "train", SAMPLES),
@@ -192,7 +192,7 @@ def collecting(folder: Path, output: Path, *modules: str) -> list[list[object]]:
 
 def scoring(folder: Path, output: Path, *modules: str) -> list[list[object]]:
     """Return the commands that compute gradwire's scores under EK-FAC."""
-    model, shards, factors = folder / "judged/model", folder / "data/shards", output / "factors"
+    model, shards, factors = folder / "trained/model", folder / "data/shards", output / "factors"
     data = ("--model_dir", model, "--data_path", shards, *modules, "--device", "cpu", "--batch_size", 16)
     asked = ("--query_path", shards, "--query_split", "val", "--queries", QUERIES, "--metric", "dot")
     curved = ("--grad_type", "ekfac", "--optimizer_dir", factors, "--output_dir", output / "scores")
@@ -204,7 +204,7 @@ def scoring(folder: Path, output: Path, *modules: str) -> list[list[object]]:
 
 def show(title: str, folder: Path, tools: Sequence[str]) -> None:
     """Print the medians of all rounds; the last tool is the peer."""
-    usages = {tool: [json.loads(line) for line in usage_of(folder, tool).read_text().splitlines()] for tool in tools}
+    usages = {tool: measurements(folder, tool) for tool in tools}
     peer = statistics.median(seconds for seconds, _, _ in usages[tools[-1]])
     print(f"\n| {title} | processor s | of each round | ÷ peer | peak MB | disk MB |\n|:--|--:|:--|--:|--:|--:|")
     for tool, rounds in usages.items():
@@ -213,24 +213,25 @@ def show(title: str, folder: Path, tools: Sequence[str]) -> None:
         print(f"| {tool} | {seconds:.1f} | {each} | {seconds / peer:.2f} | {memory:.0f} | {disk:.1f} |", flush=True)
 
 
-def usage_of(folder: Path, tool: str) -> Path:
-    """Return the file of a tool's measurements, a line per round."""
-    return folder / f"{tool}.jsonl"
+def measurements(folder: Path, tool: str) -> list[list[float]]:
+    """Return what `measured` returned for a tool, by round."""
+    file = folder / f"{tool}.json"
+    return json.loads(file.read_text()) if file.is_file() else []
 
 
 def compare_gradients(folder: Path, python: str) -> None:
     """Print how whole gradients of both tools differ."""
     run, peer = folder / "exact", folder / "exact-bergson"
-    measured(peer, of_bergson(python, folder / "judged/model-long", folder / "train.hf", peer, 0, f"train[:{EXACT}]"))
+    measured(peer, of_bergson(python, folder / "trained/model-long", folder / "train.hf", peer, 0, f"train[:{EXACT}]"))
     subprocess.run([python, "-c", GRADIENTS, peer, folder / "exact.npz"], check=True)
     theirs = np.load(folder / "exact.npz")
     names, sizes = theirs["names"].tolist(), theirs["sizes"]
     parts = dict(zip(names, np.split(theirs["rows"].astype(np.float64), np.cumsum(sizes)[:-1], 1), strict=True))
-    data = ("--model_dir", folder / "judged/model", "--data_path", folder / "data/shards", "--modules", LINEAR)
+    data = ("--model_dir", folder / "trained/model", "--data_path", folder / "data/shards", "--modules", LINEAR)
     whole = ("--projection", "none", "--dim", sizes.sum(), "--max_samples", EXACT, "--output_path", run)
     measured(run, [*GRADWIRE, "grads", "collect", *data, *whole])
     ours = store.read(store.all_names(run / f"rank_0/dim{sizes.sum()}")).rows.double().numpy()
-    rows = np.concatenate([parts[name] for name in sorted(names, key=position_in(folder / "judged/model"))], 1)
+    rows = np.concatenate([parts[name] for name in sorted(names, key=position_in(folder / "trained/model"))], 1)
     deviations = np.linalg.norm(rows - ours, axis=1) / np.linalg.norm(ours, axis=1)
     print(f"\nlargest deviation of {EXACT} whole gradients from bergson's: {deviations.max():.1e}")
 
@@ -245,7 +246,7 @@ def position_in(model: Path) -> Callable[[str], int]:
 
 def compare_scores(folder: Path, tools: Sequence[str]) -> None:
     """Print how scores correlate with kronfluence's, and what each predicts of trainings on subsets."""
-    subsets = [read_object(folder / f"judged/subsets/{number}.json") for number in range(SUBSETS)]
+    subsets = [read_object(folder / f"trained/subsets/{number}.json") for number in range(SUBSETS)]
     losses = np.array([subset["losses"] for subset in subsets])
     members = np.array([np.isin(np.arange(TRAIN), subset["members"]) for subset in subsets], np.float64)
     matrices = {tool: np.load(next((folder / tool).rglob("matrix.npy"))).astype(np.float64) for tool in tools}
@@ -257,10 +258,10 @@ def compare_scores(folder: Path, tools: Sequence[str]) -> None:
 
 
 def main() -> None:
-    """Prepare what is missing, run each tool ``--rounds`` times, and print the tables."""
+    """Prepare and measure what is missing, and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--python", help="interpreter with the peers")
     given = parser.parse_args()
     folder = given.folder.absolute()
@@ -273,7 +274,7 @@ def main() -> None:
         "EK-FAC, all parameters",
         "EK-FAC, kronfluence 1.0.1",
     )
-    long, model = folder / "untrained/final_model-long", folder / "judged/model"
+    long, model = folder / "untrained/final_model-long", folder / "trained/model"
     commands = {
         same: collecting(folder, folder / same, "--modules", LINEAR),
         every: collecting(folder, folder / every),
@@ -282,10 +283,10 @@ def main() -> None:
         every_score: scoring(folder, folder / every_score),
         kronfluence: [[python, "-c", KRONFLUENCE, model, folder, folder / kronfluence]],
     }
-    for _ in range(given.rounds):
+    for number in range(given.rounds):
         for tool, words in commands.items():
-            with usage_of(folder, tool).open("a") as stream:
-                stream.write(json.dumps(measured(folder / tool, *words)) + "\n")
+            if len(done := measurements(folder, tool)) <= number:
+                write_json(folder / f"{tool}.json", [*done, measured(folder / tool, *words)])
     show(f"rows of {SAMPLES:,} samples, {DIM:,} columns", folder, rows)
     show(f"EK-FAC, {TRAIN} samples, {QUERIES} queries", folder, scores)
     compare_gradients(folder, python)

@@ -16,19 +16,21 @@ SHORTEST, LONGEST, MOST = 120, 160, 24  # characters, characters, paragraphs
 
 
 def paragraphs(text: str) -> list[str]:
-    """The beginnings of the long paragraphs of a text, each on one line."""
-    return [" ".join(each.split())[:LONGEST] for each in text.split("\n\n") if len(each) >= SHORTEST]
+    """Return the beginnings of the long paragraphs of a text, each on one line."""
+    return [" ".join(part.split())[:LONGEST] for part in text.split("\n\n") if len(part) >= SHORTEST]
 
 
 def main(source: Path, topics: int, output: Path) -> None:
     """Write the new corpus."""
-    found = {one.id: paragraphs(one.body) for one in corpus.documents(source)}
-    chosen = sorted(found, key=lambda id_: -len(found[id_]))[:topics]
+    of_documents = {document.id: paragraphs(document.body) for document in corpus.documents(source)}
+    longest = sorted(of_documents, key=lambda id_: -len(of_documents[id_]))[:topics]
     made = [
-        {"id": f"{id_}/{k}", "title": "", "text": text} for id_ in chosen for k, text in enumerate(found[id_][:MOST])
+        {"id": f"{id_}/{number}", "title": "", "text": text}
+        for id_ in longest
+        for number, text in enumerate(of_documents[id_][:MOST])
     ]
     write_json(output, made)
-    print(f"{output}: {len(made)} paragraphs of {len(chosen)} documents")
+    print(f"{output}: {len(made)} paragraphs of {len(longest)} documents")
 
 
 if __name__ == "__main__":
