@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import random
 import sys
+from multiprocessing import Process
 from pathlib import Path
 
 from gradwire.base.files import write_json
@@ -50,7 +51,9 @@ def measured(words: list[str]) -> tuple[float, float]:
 def main(folder: Path, counts: list[int]) -> None:
     """Print a line for each verb and number of rows."""
     if not (folder / "model").is_dir():
-        prepare(folder)
+        preparing = Process(target=prepare, args=(folder,))  # a verb's peak would begin with the memory of this process
+        preparing.start()
+        preparing.join()
     model, shards = str(folder / "model"), str(folder / "data/shards")
     for count in counts:
         run, dim = str(folder / f"rows-{count}"), str(DIM)
