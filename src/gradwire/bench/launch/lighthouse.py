@@ -11,22 +11,24 @@ from contextlib import contextmanager
 
 from gradwire.base.errors import RunFault
 
-LOST_AFTER = 5.0  # seconds without a heartbeat after which a group is lost
+LOST_AFTER = 5.0  # seconds without a heartbeat
 LOG = {"RUST_LOG": "error"}  # torchft's notes are for its developers
 
 
 @contextmanager
-def lighthouse(least: int, patience: float) -> Iterator[tuple[str, int]]:
+def lighthouse(least: int, patience: float, lost_after: float = LOST_AFTER) -> Iterator[tuple[str, int]]:
     """Start a lighthouse at a free port; yield its address, and a file that is readable when it has ended.
 
     Args:
         least: Smallest number of groups in a quorum.
         patience: Seconds that the groups of a quorum wait for others that are alive.
+        lost_after: Seconds without a heartbeat after which a group is lost.
 
     Raises:
         RunFault: If it does not start.
     """
-    command = [sys.executable, "-m", __name__, str(least), str(round(1000 * patience))]
+    milliseconds = [round(1000 * seconds) for seconds in (patience, lost_after)]
+    command = [sys.executable, "-m", __name__, *map(str, [least, *milliseconds])]
     pipe, environment = subprocess.PIPE, {**os.environ, **LOG}
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment) as process:
         try:
@@ -39,12 +41,12 @@ def lighthouse(least: int, patience: float) -> Iterator[tuple[str, int]]:
             process.kill()
 
 
-def main(least: int, patience_ms: int) -> None:
+def main(least: int, patience_ms: int, lost_after_ms: int) -> None:
     """Serve until the launcher is gone, which decides what a signal means."""
     from torchft.coordination import LighthouseServer
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    server = LighthouseServer("127.0.0.1:0", least, patience_ms, None, round(1000 * LOST_AFTER))
+    server = LighthouseServer("127.0.0.1:0", least, patience_ms, None, lost_after_ms)
     print(f"http://127.0.0.1:{server.address().rpartition(':')[2].strip('/')}", flush=True)
     sys.stdin.read()
 
