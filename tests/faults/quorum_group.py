@@ -1,15 +1,17 @@
-"""A group of one process that trains with others through a lighthouse, and may kill itself; for test_quorum.py."""
+"""A rank of a group that trains with others through a lighthouse, and may kill itself; for test_quorum.py."""
 
 from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 from torchft.checkpointing import HTTPTransport
 
 import gradwire as gw
@@ -34,8 +36,8 @@ def batch(number, step):
     return x, torch.tanh(x[:, :5]) + 0.1 * number
 
 
-def loss_of(trained, number, step):
-    x, y = batch(number, step)
+def loss_of(trained, number, step, rank=0):
+    x, y = batch(number + 4 * rank, step)
     return (trained(x) - y).square().mean()
 
 
@@ -43,10 +45,13 @@ def rate(step):
     return RATE * (1 + step % 4)
 
 
-def manager_of(number, lighthouse, least=1, timeout=30.0, quorum_timeout=120.0, **options):
+def manager_of(number, lighthouse, files, least=1, timeout=30.0, quorum_timeout=120.0, **options):
     from torchft import Manager, ProcessGroupGloo
 
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    rank = dist.get_rank()
+    port = 0 if rank == 0 else int(files.get("port"))
+    store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
+    files.set("port", str(store.port))
     manager = Manager(
         pg=ProcessGroupGloo(timeout=timedelta(seconds=timeout)),
         min_replica_size=least,
@@ -56,8 +61,8 @@ def manager_of(number, lighthouse, least=1, timeout=30.0, quorum_timeout=120.0, 
         replica_id=f"group_{number}",
         store_addr="127.0.0.1",
         store_port=store.port,
-        rank=0,
-        world_size=1,
+        rank=rank,
+        world_size=dist.get_world_size(),
         lighthouse_addr=lighthouse,
         hostname="127.0.0.1",
         timeout=timedelta(seconds=timeout),
@@ -68,7 +73,16 @@ def manager_of(number, lighthouse, least=1, timeout=30.0, quorum_timeout=120.0, 
     return manager
 
 
+def join_processes(files):
+    """Make the ranks of this group a process group; it is the first rank's."""
+    if dist.get_rank() == 0:
+        files.set("leader", str(os.getpid()))
+    os.setpgid(0, int(files.get("leader")))
+
+
 def kill_now():
+    """Kill this rank at once, and the others of its group a second later, as torchrun does."""
+    subprocess.Popen(["sh", "-c", f"sleep 1; kill -9 -{os.getpgrp()}"])
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -128,14 +142,22 @@ def arm(point, last):
     return current
 
 
-def resources():
-    """Open file descriptors and resident MiB of this process."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return len([*Path("/proc/self/fd").iterdir()]), pages * os.sysconf("SC_PAGE_SIZE") / 2**20
-
-
-def train(number, lighthouse, out, go, steps, kill=("none", -1), hold=(-1, ""), pause=0.0, options=None, manager=None):
-    """Train as one group, and write what it did to ``out`` at the end; its messages are in a file of the same name.
+def train(
+    number,
+    lighthouse,
+    out,
+    go,
+    steps,
+    kill=("none", -1),
+    hold=(-1, ""),
+    pause=0.0,
+    options=None,
+    manager=None,
+    rank=0,
+    ranks=1,
+    whole=False,
+):
+    """Train as a rank of a group; write what it did to ``out`` at the end, and messages to a file of the same name.
 
     Args:
         number: The group's.
@@ -143,33 +165,43 @@ def train(number, lighthouse, out, go, steps, kill=("none", -1), hold=(-1, ""), 
         out: Path of what it did.
         go: A file before which the group does not join; it makes ``out`` with the suffix ``.ready`` when it could.
         steps: Optimizer steps of the run.
-        kill: A point of a round, and the last step of that round; at ``anchor`` it changes an anchor instead.
+        kill: A point of a round, the last step of that round, and the only rank if not all; at ``anchor`` it changes an
+            anchor instead.
         hold: A step, and a file that it waits for in it.
         pause: Seconds of a step.
         options: Of DiLoCo.
         manager: Options of the manager.
+        rank: This one in the group.
+        ranks: Of the group; several hold the model in shards.
+        whole: Whether they hold it whole all the same.
     """
     log = os.open(Path(out).with_suffix(".log"), os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 2)
     os.environ["RUST_LOG"] = "error"
     torch.set_num_threads(1)
-    (point, last), (held, until) = kill, hold
+    (point, last, *whose), (held, until) = kill, hold
+    if whose not in ([], [rank]):
+        point = "none"
     armed = arm(point, last)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    with_manager = manager_of(number, lighthouse, **manager or {})
+    files = dist.FileStore(str(Path(out).with_suffix("").with_suffix(".store")), ranks)
+    dist.init_process_group("gloo", store=files, rank=rank, world_size=ranks)
+    join_processes(files)
+    with_manager = manager_of(number, lighthouse, files, **manager or {})
     Path(out).with_suffix(".ready").touch()
     while not Path(go).exists():  # the lighthouse knows all managers that are there
         time.sleep(0.05)
     trained = model(**(options or {}).pop("model", {}))
+    if ranks > 1 and not whole:
+        fully_shard(trained)
     inner = torch.optim.AdamW(trained.parameters(), lr=RATE, betas=(0.8, 0.9))
     given = {"outer": OUTER, "steps": steps, "compressor": "onebit", **(options or {})}
     optimizer = gw.DiLoCo(inner, trained, sync_every=H, manager=with_manager, **given)
     armed.append(optimizer)
-    anchors, used = {}, []
+    anchors = {}
     while (step := optimizer.reducer.step) < steps:
         for group in optimizer.param_groups:
             group["lr"] = rate(step)
-        loss_of(trained, number, step).backward()
+        loss_of(trained, number, step, rank).backward()
         if point == "step" and step == last:
             kill_now()
         if point == "anchor" and step == last:
@@ -181,9 +213,8 @@ def train(number, lighthouse, out, go, steps, kill=("none", -1), hold=(-1, ""), 
         time.sleep(0.5 if step >= held >= 0 else pause)  # who has come asks for a quorum
         if optimizer.in_step:
             anchors[optimizer.reducer.step] = {name: p.clone() for name, p in optimizer.anchors.items()}
-            used.append(resources())
     joined = [tuple(entry) for entry in optimizer.quorum.joined]
     rounds = [tuple(entry) for entry in optimizer.quorum.rounds]
-    torch.save({"rounds": rounds, "joined": joined, "anchors": anchors, "resources": used}, out)
+    torch.save({"rounds": rounds, "joined": joined, "anchors": anchors, "rank": rank}, out)
     with_manager.shutdown(wait=False)
     os._exit(0)

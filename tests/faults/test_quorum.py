@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import copy
 import multiprocessing
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,8 +12,9 @@ import torch
 pytest.importorskip("torchft", reason="the extra elastic is not installed")
 
 from protocols import Protocol, by_rows
-from quorum_group import OUTER, SHAPES, H, loss_of, model, rate, train
+from quorum_group import OUTER, H, loss_of, model, rate, train
 
+from gradwire.bench.launch.lighthouse import lighthouse as served
 from gradwire.comm.compressors import build
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(1200)]
@@ -26,21 +24,11 @@ STEPS, KILLED = 24, 8  # optimizer steps, and the last one of the round in which
 POINTS = ("step", "encoding", "exchange", "second exchange", "agreement", "quorum")
 
 
-SERVED = """
-import sys, torchft.coordination
-server = torchft.coordination.LighthouseServer("127.0.0.1:0", int(sys.argv[1]), 20000, None, 1000)
-print(server.address(), flush=True)
-sys.stdin.read()
-"""
-
-
 @pytest.fixture
 def lighthouse():
     """The address of a lighthouse of two groups or more; it takes a group for lost after a second without heartbeat."""
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
-    with subprocess.Popen([sys.executable, "-c", SERVED, "2"], **pipes) as server:
-        yield f"http://127.0.0.1:{server.stdout.readline().strip().rsplit(':', 1)[1]}"
-        server.kill()
+    with served(2, 20.0, 1.0) as (address, _):
+        yield address
 
 
 class Run:
@@ -51,18 +39,18 @@ class Run:
         self.started = []
 
     def start(self, number, **given):
-        out = str(self.folder / f"{len(self.started)}.pt")
-        given = {**self.given, "number": number, "out": out, "go": str(self.folder / "go"), **given}
-        group = FORKED.Process(target=train, kwargs=given)
-        group.start()
-        self.started.append((number, group, Path(out)))
-        return group
+        given = {**self.given, "number": number, "go": str(self.folder / "go"), **given}
+        for rank in range(given.get("ranks", 1)):
+            out = self.folder / f"{len(self.started) - rank}.{rank}.pt"
+            process = FORKED.Process(target=train, kwargs={**given, "out": str(out), "rank": rank})
+            process.start()
+            self.started.append((number, process, out))
 
     def together(self, *numbers, **given):
         """Start groups that begin the run together; ``given`` has what one of them gets, by number."""
         for number in numbers:
             self.start(number, **given.get(f"group_{number}", {}))
-        while len(list(self.folder.glob("*.ready"))) < len(numbers):
+        while len(list(self.folder.glob("*.ready"))) < len(self.started):
             assert all(group.is_alive() for _, group, _ in self.started), "a group could not start"
             time.sleep(0.1)
         (self.folder / "go").touch()
@@ -76,33 +64,52 @@ class Run:
         return out.with_suffix(".log").read_text()
 
     def ended(self):
-        """What each group wrote, in the order of their starts; None for one that was killed."""
+        """What each rank wrote, in the order of their starts; None for those of a group that lost one."""
+        started = [*filter(None, self.started)]
+        for _, rank, _ in started:
+            rank.join(900)
+        killed = {start_of(out) for _, rank, out in started if rank.exitcode == -9}
         results = []
-        for number, group, out in filter(None, self.started):
-            group.join(900)
-            assert group.exitcode in (0, -9), f"group {number}: {out.with_suffix('.log').read_text()}"
-            results.append((number, torch.load(out) if group.exitcode == 0 else None))
+        for number, rank, out in started:
+            lost = start_of(out) in killed
+            assert lost or rank.exitcode == 0, f"group {number}: {out.with_suffix('.log').read_text()}"
+            results.append((number, None if lost else torch.load(out)))
         return results
 
 
-class Simulated:
-    """All groups in one process, each by torch's own AdamW; the rounds, and who joins from whom, are given."""
+def start_of(out):
+    """The number of a group's start, by the name of one of its files."""
+    return out.name.split(".")[0]
 
-    def __init__(self, compressor, algorithm):
+
+class Simulated:
+    """All groups in one process, each by torch's own AdamW; the rounds, and who joins from whom, are given.
+
+    What several ranks of a group have are rows of every parameter, as `torch.chunk` cuts it.
+    """
+
+    def __init__(self, compressor, algorithm, ranks):
         self.anchors = {name: p.detach().clone() for name, p in model().named_parameters()}
         self.outer_parameters = {name: torch.nn.Parameter(p.clone()) for name, p in self.anchors.items()}
         self.outer = torch.optim.SGD(self.outer_parameters.values(), **OUTER, nesterov=True)
-        self.compressor, self.algorithm = build(compressor), algorithm
+        self.compressor, self.algorithm, self.ranks = build(compressor), algorithm, ranks
         self.models, self.inner, self.residuals, self.generators = {}, {}, {}, {}
 
-    def join(self, number, source=None):
-        """A group begins at the anchors, with the moments of the group that it joined from and nothing else."""
+    def join(self, number, sources=()):
+        """A group begins at the anchors; each rank has the moments of one that it joined from, and nothing else."""
         self.models[number] = model()
         self.inner[number] = torch.optim.AdamW(self.models[number].parameters(), betas=(0.8, 0.9))
-        if source is not None:
-            self.inner[number].load_state_dict(copy.deepcopy(self.inner[source].state_dict()))
-        self.residuals = {key: kept for key, kept in self.residuals.items() if key[0] != number}
-        self.generators = {key: kept for key, kept in self.generators.items() if key[0] != number}
+        if sources:
+            states = [self.inner[sources[rank]].state_dict() for rank in range(self.ranks)]
+            joined = copy.deepcopy(states[0])
+            for place, kept in joined["state"].items():
+                for key in ("exp_avg", "exp_avg_sq"):
+                    parts = [state["state"][place][key].chunk(self.ranks)[rank] for rank, state in enumerate(states)]
+                    kept[key] = torch.cat(parts)
+            self.inner[number].load_state_dict(joined)
+        mine = [(number, rank) for rank in range(self.ranks)]
+        self.residuals = {key: kept for key, kept in self.residuals.items() if key[0] not in mine}
+        self.generators = {key: kept for key, kept in self.generators.items() if key[0] not in mine}
         self.settle(number)
 
     def settle(self, number):
@@ -114,66 +121,76 @@ class Simulated:
         for step in steps:
             for group in self.inner[number].param_groups:
                 group["lr"] = rate(step)
-            loss_of(self.models[number], number, step).backward()
+            for rank in range(self.ranks):
+                (loss_of(self.models[number], number, step, rank) / self.ranks).backward()
             self.inner[number].step()
             self.inner[number].zero_grad()
 
     def average(self, groups):
-        """The outer step by the mean of what these groups changed; a group alone sends nothing."""
-        deltas = [
-            {name: self.anchors[name] - p.detach() for name, p in self.models[number].named_parameters()}
-            for number in groups
-        ]
-        if len(groups) == 1:
-            means = deltas[0]
-        else:
-            protocol = Protocol(self.compressor, by_rows(SHAPES, len(groups)), SHAPES, len(groups), seed=0)
-            self.lend(protocol, groups)
-            means = protocol.reduce(self.algorithm, "all_reduce", deltas)
-            self.take_back(protocol, groups)
+        """The outer step by the mean of what these groups changed; each rank averages what it has."""
+        parts = [self.mean([(number, rank) for number in groups], rank) for rank in range(self.ranks)]
         for name, p in self.outer_parameters.items():
-            p.grad = means[name].view(p.shape)
+            p.grad = torch.cat([means[name].flatten() for means in parts]).view(p.shape)
         self.outer.step()
         self.anchors = {name: p.detach().clone() for name, p in self.outer_parameters.items()}
 
-    def lend(self, protocol, groups):
-        """Each rank's residuals, cut for these ranks; where a rank has none of a part, zeros."""
-        for rank, number in enumerate(groups):
+    def mean(self, members, rank):
+        """The mean of the ranks of this place in their groups; one alone sends nothing."""
+        deltas = [
+            {
+                name: (self.anchors[name] - p.detach()).chunk(self.ranks)[rank]
+                for name, p in self.models[number].named_parameters()
+            }
+            for number, _ in members
+        ]
+        if len(members) == 1:
+            return deltas[0]
+        shapes = {name: tuple(delta.shape) for name, delta in deltas[0].items()}
+        protocol = Protocol(self.compressor, by_rows(shapes, len(members)), shapes, len(members), seed=0)
+        self.lend(protocol, members)
+        means = protocol.reduce(self.algorithm, "all_reduce", deltas)
+        self.take_back(protocol, members)
+        return means
+
+    def lend(self, protocol, members):
+        """Each member's residuals, cut for these; where a member has none of a part, zeros."""
+        for place, member in enumerate(members):
             for name, pieces in protocol.cut.items():
                 for part in pieces:
                     for phase in ("scatter", "gather"):
-                        kept = self.residuals.get((number, phase, name))
+                        kept = self.residuals.get((member, phase, name))
                         if kept is not None:
                             cut = kept[part.at : part.at + part.numel].clone()
-                            protocol.residuals[rank, phase, name, part.at] = cut
+                            protocol.residuals[place, phase, name, part.at] = cut
         protocol.generators = {
-            (groups.index(number), phase, name): kept
-            for (number, phase, name), kept in self.generators.items()
-            if number in groups
+            (members.index(member), phase, name): kept
+            for (member, phase, name), kept in self.generators.items()
+            if member in members
         }
-        seeded = Protocol(self.compressor, {}, SHAPES, 0, seed=0)
-        protocol.generator = lambda rank, phase, name: (
-            protocol.generators[rank, phase, name]
-            if (rank, phase, name) in protocol.generators
-            else protocol.generators.setdefault((rank, phase, name), seeded.generator(groups[rank], phase, name))
+        seeded = Protocol(self.compressor, {}, {}, 0, seed=0)
+        draws = [number * self.ranks + rank for number, rank in members]
+        protocol.generator = lambda place, phase, name: (
+            protocol.generators[place, phase, name]
+            if (place, phase, name) in protocol.generators
+            else protocol.generators.setdefault((place, phase, name), seeded.generator(draws[place], phase, name))
         )
 
-    def take_back(self, protocol, groups):
-        """Residuals as whole parameters; what a rank keeps of means is of the rows that it owns now."""
-        for rank, number in enumerate(groups):
-            for name, shape in SHAPES.items():
+    def take_back(self, protocol, members):
+        """Residuals of whole parts of parameters; what a member keeps of means is of the rows that it owns now."""
+        for place, member in enumerate(members):
+            for name, shape in protocol.shapes.items():
                 for phase in ("scatter", "gather"):
                     kept = torch.zeros(torch.Size(shape).numel())
                     for part in protocol.cut[name]:
-                        if phase == "scatter" or part.row == rank:
-                            key = rank, phase, name, part.at
+                        if phase == "scatter" or part.row == place:
+                            key = place, phase, name, part.at
                             kept[part.at : part.at + part.numel] = protocol.residuals.get(key, torch.zeros(part.numel))
-                    self.residuals[number, phase, name] = kept
-        for (rank, phase, name), generator in protocol.generators.items():
-            self.generators[groups[rank], phase, name] = generator
+                    self.residuals[member, phase, name] = kept
+        for (place, phase, name), generator in protocol.generators.items():
+            self.generators[members[place], phase, name] = generator
 
 
-def simulated(results, compressor="onebit", algorithm="exchange", steps=STEPS):
+def simulated(results, compressor="onebit", algorithm="exchange", ranks=1, steps=STEPS):
     """The anchors after each round of a run, from the rounds and the joins that its groups noted."""
     rounds, joins = {}, {}
     for number, result in results:
@@ -181,15 +198,15 @@ def simulated(results, compressor="onebit", algorithm="exchange", steps=STEPS):
             if groups:
                 assert rounds.setdefault(step, groups) == groups, "groups disagree on who closed a round"
         for step, source in result["joined"] if result else ():
-            joins.setdefault(step, []).append((number, source))
-    run = Simulated(compressor, algorithm)
+            joins.setdefault(step, {}).setdefault(number, {})[result["rank"]] = source
+    run = Simulated(compressor, algorithm, ranks)
     anchors = {0: run.anchors}
     everyone = {number for number, _ in results}
     for number in everyone:
         run.join(number)
     for last in range(H - 1, steps, H):
-        for number, source in joins.get(last + 1 - H, ()) if last + 1 > H else ():
-            run.join(number, source)
+        for number, sources in joins.get(last + 1 - H, {}).items() if last + 1 > H else ():
+            run.join(number, sources)
         for number in everyone:
             run.train(number, range(last + 1 - H, last + 1))
         run.average(rounds[last])
@@ -199,13 +216,14 @@ def simulated(results, compressor="onebit", algorithm="exchange", steps=STEPS):
     return anchors, rounds
 
 
-def assert_simulated(results, **given):
+def assert_simulated(results, ranks=1, **given):
     """Every group has the simulation's anchors after each round that it closed; return the rounds."""
-    anchors, rounds = simulated(results, **given)
+    anchors, rounds = simulated(results, ranks=ranks, **given)
     for number, result in results:
         for step, found in result["anchors"].items() if result else ():
             for name, anchor in found.items():
-                assert torch.equal(anchor, anchors[step][name]), f"group {number}, {name}, after step {step}"
+                expected = anchors[step][name].chunk(ranks)[result["rank"]]
+                assert torch.equal(anchor, expected), f"group {number}, {name}, after step {step}"
     ends = [result for _, result in results if result]
     assert all(STEPS in result["anchors"] for result in ends)
     return rounds
@@ -223,13 +241,47 @@ def test_a_group_that_is_killed_leaves_a_mean_of_the_others(tmp_path, lighthouse
     assert rounds[KILLED + H] == (0, 1, 3)
 
 
-def test_a_group_whose_state_does_not_arrive_asks_for_it_again(tmp_path, lighthouse):
-    run = Run(tmp_path, lighthouse, options={"algorithm": "exchange"})
-    run.together(*range(3), group_1={"kill": ("transfer", KILLED)})
+@pytest.mark.parametrize("point", ["step", "exchange", "quorum"])
+def test_ranks_of_a_group_average_their_shards(tmp_path, lighthouse, point):
+    run = Run(tmp_path, lighthouse, options={"algorithm": "exchange"}, ranks=2)
+    run.together(*range(3), group_1={"kill": (point, KILLED, 1)})  # only the second rank
     results = run.ended()
-    rounds = assert_simulated(results)
+    assert [result is None for _, result in results] == [False, False, True, True, False, False]
+    rounds = assert_simulated(results, ranks=2)
+    assert rounds[KILLED] == ((0, 1, 2) if point == "quorum" else (0, 2))
+    assert rounds[KILLED + H] == (0, 2)
+
+
+def test_a_group_of_several_ranks_that_hold_the_model_whole_ends_with_a_message(tmp_path, lighthouse):
+    run = Run(tmp_path, lighthouse, ranks=2, whole=True)
+    run.together(0)
+    for index in (0, 1):
+        assert "a group of 2 ranks trains one model: call fully_shard on it" in run.refused(index)
+
+
+def test_a_group_of_several_ranks_returns(tmp_path, lighthouse):
+    held = {"hold": (KILLED + 2, str(tmp_path / "6.1.ready"))}
+    run = Run(tmp_path, lighthouse, options={"algorithm": "exchange", "compressor": "natural"}, ranks=2, **held)
+    run.together(*range(3), group_1={"kill": ("second exchange", KILLED)})
+    run.started[3][1].join()
+    run.start(1)
+    results = run.ended()
+    rounds = assert_simulated(results, ranks=2, compressor="natural")
+    for _, result in results[-2:]:
+        ((joined, _),) = result["joined"]
+        assert joined > KILLED and rounds[joined - 1] == (0, 2) and rounds[joined + H - 1] == (0, 1, 2)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_group_whose_state_does_not_arrive_asks_for_it_again(tmp_path, lighthouse, ranks):
+    run = Run(tmp_path, lighthouse, options={"algorithm": "exchange"}, ranks=ranks)
+    run.together(*range(3), group_1={"kill": ("transfer", KILLED, ranks - 1)})  # it arrives at the other rank
+    results = run.ended()
+    rounds = assert_simulated(results, ranks=ranks)
     assert rounds[STEPS - 1] == (0, 1, 2)
-    assert any(not groups for _, groups, *_ in results[1][1]["rounds"]), "it missed an average"
+    for number, result in results:
+        missed = [step for step, groups, *_ in result["rounds"] if not groups]
+        assert bool(missed) == (number == 1), "only this group missed an average"
 
 
 def test_groups_begin_at_the_same_anchors_if_their_source_is_killed_while_they_join(tmp_path, lighthouse):
@@ -244,7 +296,7 @@ def test_groups_begin_at_the_same_anchors_if_their_source_is_killed_while_they_j
 
 
 def test_groups_that_do_not_fit_end_with_a_message_and_the_others_train_on(tmp_path, lighthouse):
-    held = {"hold": (KILLED + 2, str(tmp_path / "3.ready"))}
+    held = {"hold": (KILLED + 2, str(tmp_path / "3.0.ready"))}
     run = Run(tmp_path, lighthouse, **held)
     run.together(0, 1)
     run.start(2, options={"compressor": "int8"})
@@ -264,7 +316,7 @@ def test_groups_whose_anchors_differ_end_with_a_message(tmp_path, lighthouse):
 
 
 def test_a_group_that_returns_trains_the_next_round_with_the_others(tmp_path, lighthouse):
-    held = {"hold": (KILLED + 2, str(tmp_path / "3.ready"))}  # in a step until it is there
+    held = {"hold": (KILLED + 2, str(tmp_path / "3.0.ready"))}  # in a step until it is there
     run = Run(tmp_path, lighthouse, options={"algorithm": "exchange", "compressor": "natural"}, **held)
     run.together(*range(3), group_1={"kill": ("second exchange", KILLED)})
     run.started[1][1].join()

@@ -1,6 +1,7 @@
 """Rounds of groups that may be lost and may join; torchft decides which ones there are.
 
-A group is one process, with its default process group and a `torchft.Manager`. A round ends in four steps:
+A group is the ranks of a default process group, each with a `torchft.Manager`. Several ranks hold the model in shards,
+and each averages its shard with those of its rank in the other groups. A round ends in four steps:
 
 1. All groups say who they are, and whether they have trained in this round. Those that have average what changed.
 2. If a group is lost meanwhile, each of the others takes back what its codec kept, and asks for a quorum. Those that
@@ -27,13 +28,18 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from gradwire.base.errors import BadInput, RunFault
 from gradwire.comm.collectives import ops
 from gradwire.comm.collectives.quorum import QuorumReducer
 from gradwire.comm.collectives.reducer import Given, check_options
 from gradwire.comm.compressors import as_compressor
+from gradwire.comm.parallel.checks import check_agreement, check_gradients, parameters_of
 from gradwire.comm.parallel.names import COMPILED
+from gradwire.comm.parallel.strategies.fsdp2 import FSDP2
+from gradwire.comm.parallel.strategy import attach
 from gradwire.comm.parallel.wrap import wrap
 from gradwire.comm.torch_internals import abort_quorum_group, managed, quorum_group
 
@@ -190,7 +196,7 @@ class Quorum:
         passed on as text.
 
         Raises:
-            RunFault: If a group still receives the last round's state.
+            RunFault: If a group still receives the last round's state, or another rank of this group is lost.
         """
         if failure:
             self._manager.report_error(RuntimeError(failure))
@@ -200,8 +206,9 @@ class Quorum:
             return bool(self._manager.should_commit())
         except TimeoutError as error:
             raise RunFault(
-                f"a group that joined has not received the state of group {self.number} in the manager's timeout of "
-                f"{self._given.timeout.total_seconds():g} s: give torchft.Manager a longer one."
+                f"group {self.number} could not end a round in the manager's timeout of "
+                f"{self._given.timeout.total_seconds():g} s: a group that joined has not received its state, which "
+                f"takes a longer timeout of torchft.Manager, or another rank of this group is lost."
             ) from error
 
     def _ask(self) -> None:
@@ -214,6 +221,7 @@ class Quorum:
         began = time.monotonic()
         with warned(f"gradwire: group {self.number} waits for a quorum of {least} groups or more."):
             while True:
+                before, received = self._manager.state_dict(), self._received
                 try:
                     self._manager.start_quorum()
                 except (TimeoutError, RuntimeError) as error:
@@ -221,6 +229,9 @@ class Quorum:
                         f"no quorum of {least} groups or more in {patience:g} s: are the lighthouse and the other "
                         f"groups there? The manager's quorum_timeout must exceed the time of a round. ({error})"
                     ) from error
+                if self._failed():
+                    self._manager.load_state_dict(before)
+                    self._received = received
                 if (there := self._manager.num_participants()) >= least:
                     break
                 if time.monotonic() - began > patience:
@@ -228,6 +239,13 @@ class Quorum:
                 time.sleep(1)
         if (group := quorum_group(self._manager)) is not self._reducer.group:
             self._reducer.reduce_over(group)
+
+    def _failed(self) -> bool:
+        """Whether a quorum has failed on a rank of this group; it then has on all, and each keeps what it had."""
+        failed = any(ops.gather_objects(self._manager.errored() is not None, None))
+        if failed and not self._manager.errored():
+            self._manager.report_error(RuntimeError("the state of another group did not arrive on all ranks"))
+        return failed
 
     def _average(self, average: Callable[[], None], digest: Tensor) -> None:
         """Average once over the groups of the quorum that have trained in this round; see `close`.
@@ -343,16 +361,28 @@ def prepare_group(
     """Prepare a model that this group trains, and build the reducer between groups.
 
     Raises:
-        BadInput: As `number_of` and `QuorumReducer`; or if the group has several ranks.
+        BadInput: As `number_of` and `QuorumReducer`; or if the group has several ranks, and the model is not in shards
+            over all of them.
     """
-    number = number_of(manager)
-    if dist.get_world_size() > 1:
-        raise BadInput(f"with a manager a group is one process, and this one has {dist.get_world_size()} ranks.")
+    number, size = number_of(manager), dist.get_world_size()
     check_options(compressor := as_compressor(compressor), **options)
     model = getattr(model, COMPILED, model)
+    sharded = [isinstance(p, DTensor) and p.device_mesh.mesh.tolist() == [*range(size)] for p in model.parameters()]
+    if size > 1 and not all(sharded):
+        raise BadInput(
+            f"a group of {size} ranks trains one model: call fully_shard on it, over a mesh of these ranks alone, "
+            f"before the optimizer is built."
+        )
     if not hasattr(model, "gradwire_strategy"):
-        model = wrap(model, "naive", average=False)
-    return model, QuorumReducer(compressor, number, **options)
+        if isinstance(model, FSDPModule):
+            check_gradients(model)
+            attach(model, strategy := FSDP2(None, next(model.parameters()).device))
+            strategy.averages = False
+        else:
+            model = wrap(model, "naive", average=False)
+    reducer = QuorumReducer(compressor, number * size + dist.get_rank(), **options)
+    check_agreement(None, reducer, parameters_of(model), number=number)
+    return model, reducer
 
 
 @contextmanager

@@ -96,6 +96,11 @@ class FSDP2(Strategy):
             self.replicas = compress_parameters(wrapped, self.param_compress, self._unchanged).replicas
         return wrapped
 
+    @property
+    def communicates(self) -> bool:
+        """Always: gradients are reduced over the shards."""
+        return True
+
     def prepare(self, reducer: Reducer, numel: int) -> None:
         """Leave it to `hook`, which knows the sizes of all levels."""
 
@@ -155,6 +160,11 @@ class FSDP2(Strategy):
         """Count parameters padded to a multiple of W rows."""
         shapes = [(name, tuple(p.shape)) for name, p in trainable(wrapped).items()]
         return Layout.dim0(shapes, dist.get_world_size(self.shards)).numel
+
+    def changed(self, wrapped: nn.Module) -> None:
+        """Drop gathered weights: the root keeps them from an evaluation to the next step."""
+        assert isinstance(wrapped, FSDPModule)
+        wrapped.reshard()
 
     @contextmanager
     def accumulation(self, wrapped: nn.Module, last: bool) -> Iterator[None]:

@@ -9,9 +9,7 @@ from __future__ import annotations
 from typing import Any, Self
 
 import torch
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 
 from gradwire.base.errors import BadInput
 from gradwire.comm.collectives import IslandReducer, Islands, Reducer, build_islands
@@ -68,11 +66,6 @@ class HSDP(FSDP2):
         """The ranks that hold this rank's shard."""
         return self.islands.between
 
-    @property
-    def communicates(self) -> bool:
-        """Always: gradients are reduced inside islands."""
-        return True
-
     def mesh(self) -> DeviceMesh:
         """Return this rank's island, or both dimensions if the framework itself averages between islands."""
         framework = self.averages and not self.reduced
@@ -81,8 +74,3 @@ class HSDP(FSDP2):
     def replicas_of(self, group: ParameterGroup) -> Group:
         """Return the ranks with the same shards: FSDP2 knows of none, as each island is sharded by itself."""
         return self.copies
-
-    def changed(self, wrapped: nn.Module) -> None:
-        """Drop gathered weights: the root keeps them from an evaluation to the next step."""
-        assert isinstance(wrapped, FSDPModule)
-        wrapped.reshard()
