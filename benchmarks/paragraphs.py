@@ -1,6 +1,6 @@
 """Cut a corpus into paragraphs: ``python benchmarks/paragraphs.py CORPUS TOPICS OUTPUT``.
 
-The beginning (160 characters) of each paragraph of at least 120 becomes a document of its own, for the ``TOPICS``
+The beginning (160 characters) of each paragraph of at least 120 becomes a document, for the ``TOPICS``
 documents with the most such paragraphs, each with its first 24. Both splits then have paragraphs of the same topics.
 """
 

@@ -73,7 +73,8 @@ def allocating() -> bool:
 
 def infers_shapes() -> bool:
     """Whether a forward pass is none of a training: a stage of a pipeline infers shapes by one, of arbitrary values."""
-    loaded = sys.modules.get("torch.distributed.pipelining.stage")
+    if (loaded := sys.modules.get("torch.distributed.pipelining.stage")) is None:
+        return False
     stage = getattr(loaded, "PipelineStage", None)
     names = ("_forward_metadata_inference", "_backward_metadata_inference")
     return called_by(*(getattr(stage, name) for name in names if hasattr(stage, name)))
