@@ -76,8 +76,10 @@ def manager_of(number, lighthouse, files, least=1, timeout=30.0, quorum_timeout=
 def join_processes(files):
     """Make the ranks of this group a process group; it is the first rank's."""
     if dist.get_rank() == 0:
-        files.set("leader", str(os.getpid()))
-    os.setpgid(0, int(files.get("leader")))
+        os.setpgid(0, 0)
+        files.set("leader", str(os.getpid()))  # afterwards: nobody can join a group that is not there yet
+    else:
+        os.setpgid(0, int(files.get("leader")))
 
 
 def kill_now():
