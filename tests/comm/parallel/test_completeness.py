@@ -24,12 +24,12 @@ from gradwire.comm.collectives import IslandReducer, Reducer, build_islands
 from gradwire.comm.parallel import accumulation, hook, wrap
 
 
-def warned(rank, world, group, strategy: str, way: str) -> int:
+def warned(rank, world, group, strategy: str, way: str, foreach: bool = False) -> int:
     """The number of warnings about `finish` in four optimizer steps of two micro-batches each."""
     torch.manual_seed(3)
     reducer = Reducer("int8")
     model = wrap(nn.Sequential(nn.Linear(7, 13), nn.Tanh(), nn.Linear(13, 5)), strategy, reducer)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=foreach)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for step in range(4):
@@ -47,9 +47,10 @@ def warned(rank, world, group, strategy: str, way: str) -> int:
 
 
 @pytest.mark.parametrize("strategy", ["naive", "bucket", "ddp", "fsdp1", "fsdp2"])
+@pytest.mark.parametrize("foreach", [False, True])
 @pytest.mark.parametrize(("way", "count"), [("forgotten", 1), ("finished", 0)])
-def test_a_forgotten_finish_warns_once(world, strategy, way, count):
-    assert world(2).run(warned, strategy, way) == [count, count]
+def test_a_forgotten_finish_warns_once(world, strategy, way, count, foreach):
+    assert world(2).run(warned, strategy, way, foreach) == [count, count]
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from gradwire.base.errors import BadInput
 from gradwire.comm.collectives import Layout, Reducer, ops
@@ -18,6 +20,8 @@ from gradwire.comm.parallel.mesh import has_gradient
 from gradwire.comm.parallel.names import inside, named_parameters, unwrapped
 from gradwire.comm.parallel.strategy import Strategy, strategy_of
 from gradwire.comm.torch_internals import NormWithStatistics, version_of
+
+STEPPED = -1  # in place of a version: an optimizer has stepped since
 
 
 # Why: docs/decisions.md, "`finish` compares the gradients that a model has with what was reduced".
@@ -38,6 +42,9 @@ class Completeness:
         self._parameters = strategy.averaged(model)
         self._reduced: dict[str, int] = {}  # in this optimizer step, with the parameter's version at the time
         self._warned = False
+        stepped = weakref.WeakMethod(self._stepped)
+        hook = register_optimizer_step_post_hook(lambda *args: (call := stepped()) and call(*args))
+        weakref.finalize(self, hook.remove)
 
     @property
     def names(self) -> set[str]:
@@ -54,7 +61,8 @@ class Completeness:
 
         Parameters change when the optimizer steps, and not between the micro-batches of one step, whether or not all of
         them are reduced. An optimizer may step in the backward pass, after each reduction. Autograd's version counters
-        show a change without reading a value.
+        show a change without reading a value, and a hook the steps of torch's optimizers: one with
+        ``foreach`` leaves no trace in the counters of DTensors.
         """
         for name in layout.parameters:
             version = version_of(self._parameters[name]) if name in self._parameters else 0
@@ -84,6 +92,13 @@ class Completeness:
             return None
         missing = [name for name, p in self._parameters.items() if name not in reduced and has_gradient(p)]
         return [*dict.fromkeys(missing + self._strategy.held_back(model))]
+
+    def _stepped(self, optimizer: Optimizer, *_: object) -> None:
+        """Take notice of an optimizer's step."""
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        for name in self._reduced:
+            if id(self._parameters.get(name)) in held:
+                self._reduced[name] = STEPPED
 
     def _forget(self, _: object) -> None:
         """Let the parameters go with their model."""
