@@ -3,13 +3,13 @@
     python benchmarks/noise_scale.py SHARDS FINAL_MODEL ...
 
 tr(Σ)/|G|² of the gradients of single training samples, both estimated without bias from 512 of them, equally far apart
-(McCandlish et al., "An Empirical Model of Large-Batch Training", 2018, sections 2.2 and A.1), for the model before
-training and for each that is given. A sample's loss is the mean over its tokens.
+(McCandlish et al., "An Empirical Model of Large-Batch Training", 2018, sections 2.2 and A.1), for `tiny` before
+training and for each model that is given. A sample's loss is the mean over its tokens.
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
 from itertools import islice
 from pathlib import Path
 
@@ -38,14 +38,18 @@ def noise_scale(model: nn.Module, shards: Path) -> float:
     return (of_one - of_all) * SAMPLES / (SAMPLES - 1) / signal
 
 
-def main(shards: Path, folders: list[Path]) -> None:
+def main() -> None:
     """Print a line for each model."""
-    models = {folder: causal.load(folder) for folder in folders}
-    first = models[folders[0]].config
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shards", type=Path)
+    parser.add_argument("models", type=Path, nargs="+", metavar="FINAL_MODEL")
+    args = parser.parse_args()
+    models = {folder: causal.load(folder) for folder in args.models}
+    first = models[args.models[0]].config
     untrained = causal.build("tiny", first.vocab_size, first.n_positions, seed=0)
-    for name, model in {"before training": untrained, **models}.items():
-        print(f"{name}: {noise_scale(model, shards):.0f} samples")
+    for name, model in {"tiny before training": untrained, **models}.items():
+        print(f"{name}: {noise_scale(model, args.shards):.0f} samples")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), [Path(folder) for folder in sys.argv[2:]])
+    main()

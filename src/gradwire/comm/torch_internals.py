@@ -220,6 +220,11 @@ def backward_interrupted(module: FSDPModule) -> bool:
     return bool(module._get_fsdp_state()._state_ctx.post_backward_final_callback_queued)
 
 
+def inside_another(module: FSDPModule) -> bool:
+    """Whether FSDP2 has run a module as a part of another one that it shards."""
+    return module._get_fsdp_state()._is_root is False
+
+
 class ParameterGroup:
     """Parameters of a module that FSDP2 gathers, and whose gradients it reduces, together.
 

@@ -207,6 +207,27 @@ def test_a_pipeline_that_infers_shapes_reduces_nothing_for_it(world):
         assert first - start == second - first > 0
 
 
+def part_given(rank, world, group):
+    """What the first step says of a model of which a block was given, and a step of one that was given whole."""
+    answers = []
+    for given in (lambda model: model[0], lambda model: model):
+        model = sharded(blocks(), data_mesh(world))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        compress_gradients(given(model), "int8", optimizer=optimizer)
+        try:
+            model(noise(rank, 5, 9)).square().sum().backward()
+            optimizer.step()
+            answers.append("")
+        except BadInput as error:
+            answers.append(str(error))
+    return answers
+
+
+def test_a_part_of_a_sharded_model_is_refused(world):
+    for part, whole in world(2).run(part_given):
+        assert "is a part of a model that fully_shard has sharded" in part and not whole
+
+
 def by_hand(rank, world, group, strategy):
     """Half the gradients of two micro-batches, reduced and halved outside of autograd, as a pipeline does it."""
     if strategy == "hsdp":

@@ -36,6 +36,7 @@ from gradwire.comm.torch_internals import (
     backward_interrupted,
     check_offered,
     infers_shapes,
+    inside_another,
     parameter_groups,
     post_accumulate_hooks,
 )
@@ -140,7 +141,8 @@ class FSDP2(Strategy):
         self._ignored = trainable(wrapped).keys() - reduced
         for (level, kind), numel in sizes.items():
             level.prepare(kind, numel)
-        wrapped.register_forward_pre_hook(check_not_interrupted, prepend=True)  # before the framework's own
+        for check in (check_not_interrupted, check_whole):
+            wrapped.register_forward_pre_hook(check, prepend=True)  # before the framework's own
 
     def averaged(self, wrapped: nn.Module) -> dict[str, nn.Parameter]:
         """Return the parameters without those that `fully_shard` is set to ignore, or that a single rank has."""
@@ -408,6 +410,21 @@ def check_not_interrupted(module: nn.Module, _: object) -> None:
         raise RunFault(
             "an exception interrupted the last backward pass, and FSDP2 still has its gradients: call the model's "
             "reset_iter_state() and zero_grad() where the exception is caught."
+        )
+
+
+@torch.compiler.disable
+def check_whole(module: nn.Module, _: object) -> None:
+    """Check that a hooked model is no part of a larger one, whose other gradients would be sent as they are.
+
+    Raises:
+        BadInput: If it is.
+    """
+    assert isinstance(module, FSDPModule)
+    if inside_another(module):
+        raise BadInput(
+            f"the {type(module).__name__} whose gradients are compressed is a part of a model that fully_shard has "
+            f"sharded, and the rest of that one would send its own as they are: give the whole model."
         )
 
 
