@@ -158,6 +158,14 @@ class CompressedGroup(dist.ProcessGroup):
     alltoall, all_to_all_single = partialmethod(_pass, "alltoall"), partialmethod(_pass, "all_to_all_single")
     send, recv = partialmethod(_pass, "send"), partialmethod(_pass, "recv")
 
+    def barrier(self, opts: Any) -> dist.Work:
+        """Wait for all ranks.
+
+        torch would call what a subclass inherits with Python's lock held, and gloo's thread may wait for that lock with
+        the group's own.
+        """
+        return self._exact.barrier(opts)
+
     def _reduce(self, kind: Kind, outputs: list[Tensor], inputs: list[Tensor], options: Any, exact: Exact) -> dist.Work:
         """Reduce tensors: a sum or a mean through the reducer."""
         op = options.reduceOp.op
