@@ -10,6 +10,7 @@ import copy
 
 import pytest
 import torch
+from diagonals import diagonals
 from stacks import (
     STACKS,
     WIDTH,
@@ -88,8 +89,7 @@ def deviations(world, stack: str, case: str, ranks: int) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("stack", STACKS)
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(("stack", "ranks"), diagonals(STACKS, [2, 4]))
 def test_a_mean_of_float32_changes_nothing(world, stack, ranks):
     """Two ranks' sums are exact; those of four are summed in another order."""
     assert max(deviations(world, stack, "none", ranks)) <= (0 if ranks == 2 else 1e-6)
@@ -99,13 +99,16 @@ GATHERING = [stack for stack in STACKS if stack not in ("tp x ddp", "tp x hsdp",
 
 
 @pytest.mark.parametrize(
-    ("case", "bound", "stack"),
-    [("int8", 0.006, stack) for stack in STACKS]
-    + [("topk", 0.3, stack) for stack in STACKS]
-    + [("int4 and int4-diff", 0.1, stack) for stack in GATHERING]
-    + [("int8 inside", 0.25, "hsdp")],
+    ("codec", "stack"),
+    [
+        *diagonals([("int8", 0.006), ("topk", 0.3)], STACKS),
+        *((("int4 and int4-diff", 0.1), stack) for stack in GATHERING),
+        (("int8 inside", 0.25), "hsdp"),
+    ],
+    ids=str,
 )
-def test_a_codec_changes_gradients_by_its_error(world, case, bound, stack):
+def test_a_codec_changes_gradients_by_its_error(world, codec, stack):
+    case, bound = codec
     relative = deviations(world, stack, case, 4)
     assert 1e-5 < min(relative) <= max(relative) < bound
 

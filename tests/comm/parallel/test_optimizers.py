@@ -256,10 +256,11 @@ def test_onebit_adam_is_its_protocol_in_one_process(world, case, strategy, size)
     assert [traffic["closed_form"] for _, traffic in results] == [sent] * size
 
 
-@worlds
-@every_strategy
-@pytest.mark.parametrize(("method", "options"), [("none", {}), ("onebit", {"block": 16})], ids=str)
-def test_zero_one_adam_is_its_protocol_in_one_process(world, size, strategy, method, options):
+@pytest.mark.parametrize(
+    ("size", "strategy", "coding"), diagonals([2, 3], REPLICAS, [("none", {}), ("onebit", {"block": 16})]), ids=str
+)
+def test_zero_one_adam_is_its_protocol_in_one_process(world, size, strategy, coding):
+    method, options = coding
     results = world(size).run(trained, "zero_one_adam", strategy, method, cell(method=options), 14, ZERO_ONE)
     expected = simulated(size, 14, method, options, {}, ZERO_ONE_PLAN)
     for rank, (history, traffic) in enumerate(results):

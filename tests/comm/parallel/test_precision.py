@@ -11,7 +11,6 @@ from diagonals import diagonals
 from test_frameworks import (
     STRATEGIES,
     batch_of,
-    every_strategy,
     loss_of,
     model_of,
     reducer_of,
@@ -159,8 +158,7 @@ def test_a_scaled_loss_changes_no_bit(world, case, strategy):
         assert traffic["sent"] == others_traffic["sent"] and traffic["nonfinite_steps"] == 1
 
 
-@worlds
-@every_strategy
+@pytest.mark.parametrize(("size", "strategy"), diagonals([2, 3], STRATEGIES))
 def test_a_skipped_step_loses_the_residuals_of_the_rank_that_overflowed_only(world, size, strategy):
     options = ({"density": 0.2}, {**EF, "second": "float32", "algorithm": "exchange"})
     results = world(size).run(scaled, strategy, "topk", options, 2.0**16, 4)
