@@ -73,8 +73,13 @@ def coded(method: str) -> None:
     """Encode and decode a tensor."""
     compressor, kernel = build(method), kernels.load("cuda", method)
     x, generator = torch.randn(10_000), torch.Generator().manual_seed(0)
-    kernel.encode(compressor, x, generator)
-    kernel.decode(compressor, compressor.to_wire(x, generator), (10_000,))
+    wire = compressor.to_wire(x, generator)
+    if kernel.encode_many:
+        kernel.encode(compressor, x, generator)
+        kernel.decode(compressor, wire, (10_000,))
+    else:
+        kernel.pick(compressor, x, generator)
+        kernel.places(compressor, wire, (10_000,))
 
 
 def projected() -> None:

@@ -26,7 +26,7 @@ from gradwire.comm.compressors.base import Compressor
 
 SHAPES: list[Any] = [0, 1, 2, 31, 255, 256, 257, 4095, 4097, 5003, 65_537, 1_000_003, (1, 1), (7, 11), (1000, 1001)]
 SMALL_SHAPES: list[Any] = [0, 1, 257, 5003, (64, 129)]
-FUSED = ("int8", "fp8", "onebit", "signsgd", "natural", "terngrad", "qsgd", "topk")
+FUSED = ("int8", "fp8", "onebit", "signsgd", "natural", "terngrad", "qsgd", "topk", "threshold")
 
 
 def title(name: str, options: dict[str, Any]) -> str:

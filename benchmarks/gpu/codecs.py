@@ -24,8 +24,8 @@ from gradwire.lm.models import causal
 SIZES = (2**12, 2**14) if SMALL else (2**20, 2**24, 2**28)
 REPEATS = {2**20: 25, 2**24: 15, 2**28: 7}
 DETERMINISTIC = ("int8", "fp8", "onebit", "signsgd")
-FUSED = (*DETERMINISTIC, "natural", "terngrad", "qsgd", "topk")
-TARGETS = {name: 1.3 if name in DETERMINISTIC else 1.6 for name in FUSED} | {"topk": 4.0}
+FUSED = (*DETERMINISTIC, "natural", "terngrad", "qsgd", "topk", "threshold")
+TARGETS = {name: 1.3 if name in DETERMINISTIC else 1.6 for name in FUSED} | {"topk": 4.0, "threshold": 4.0}
 BIT_BY_BIT = 2**20  # most elements for Elias codes, which are written on the host
 UNUSED = (
     "sketch",

@@ -19,10 +19,27 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 CASES = [
-    pytest.param(name, options, marks=pytest.mark.sweep if name == "topk" and options else ())
+    pytest.param(name, options, marks=pytest.mark.sweep if name in ("topk", "threshold") and options else ())
     for name, options in METHODS
     if kernels.load("cuda", name) is not kernels.PLAIN
 ]
+AT_ONCE = [case for case in CASES if kernels.load("cuda", case.values[0]).encode_many]
+
+
+def encoded(module, compressor, x):
+    """Wire and flag by a fused form, which encodes a tensor or picks of it."""
+    if module.encode_many:
+        return module.encode(compressor, x, generator(3, DEVICE))
+    head, values, bad = module.pick(compressor, x, generator(3, DEVICE))
+    return torch.cat([head, values.view(torch.uint8)]), bad
+
+
+def decoded(module, compressor, wire, form):
+    """Numbers by a fused form, which decodes a tensor or reads its places."""
+    if module.decode_add:
+        return module.decode(compressor, wire, form)
+    places, head = module.places(compressor, wire, form)
+    return compressor.place(wire[head:].clone().view(torch.float32), places, form)
 
 
 @pytest.mark.parametrize(("name", "options"), CASES, ids=str)
@@ -34,9 +51,9 @@ def test_the_cuda_form_has_the_plain_forms_bytes(name, options, shape):
         pytest.skip("these options have no CUDA form")
     x = normal(shape).to(DEVICE)
     form = (shape,) if isinstance(shape, int) else shape
-    wire, bad = module.encode(compressor, x, generator(3, DEVICE))
+    wire, bad = encoded(module, compressor, x)
     assert torch.equal(wire, compressor.to_wire(x, generator(3, DEVICE)))
-    assert torch.equal(module.decode(compressor, wire, form), compressor.from_wire(wire, form))
+    assert torch.equal(decoded(module, compressor, wire, form), compressor.from_wire(wire, form))
     assert not bad.any()
 
 
@@ -47,7 +64,7 @@ FORMS = [(257,), (7, 11), (0,), (1,), (5003,), (64, 65)]
 @pytest.mark.parametrize(
     "apart", [pytest.param(True, id="scattered"), pytest.param(False, id="aligned", marks=pytest.mark.sweep)]
 )
-@pytest.mark.parametrize(("name", "options"), CASES, ids=str)
+@pytest.mark.parametrize(("name", "options"), AT_ONCE, ids=str)
 def test_a_launch_for_many_tensors_has_the_bits_of_one_for_each(name, options, apart):
     """Scattered encodings lie at odd bytes, where a GPU cannot read or write a number at once."""
     compressor = build(name, **options)
@@ -99,7 +116,7 @@ def test_the_cuda_form_flags_what_is_not_finite(name, options, value):
         pytest.skip("these options have no CUDA form")
     x = normal(5003).to(DEVICE)
     x[4097] = value
-    assert module.encode(compressor, x, generator(3, DEVICE))[-1].any()
+    assert encoded(module, compressor, x)[-1].any()
 
 
 def misleading(n: int) -> torch.Tensor:

@@ -1,9 +1,12 @@
-"""topk on CUDA: all tensors of a buffer at once, x read once; magnitudes as in `sparse.magnitudes`.
+"""topk and threshold on CUDA; magnitudes as in `sparse.magnitudes`. topk takes all tensors at once, and reads x once.
 
 A bound is guessed from a sample of each tensor. `sieve` keeps what reaches it, each tile by itself, so that nothing
 waits for the tiles before; where a tensor keeps too few, everything of it. What is kept, a few elements in a hundred,
 has its digits counted from the top (radix select), which gives the least magnitude that is sent. Sizes are known from
 the forms, so the host waits for nothing.
+
+threshold knows its bound and sends all that `sieve` keeps: one tensor at a time, as the host waits for their number, on
+which the size depends.
 
 The codes of places are one: LOW bits of each place, packed, then bits of a plane, set at ``STEP * i + (place >> LOW)``.
 ``bitmap`` has no low bits, and no step; ``int32`` has 32 low bits, and no plane.
@@ -13,15 +16,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from gradwire.comm.compressors.base import as_numbers
-from gradwire.comm.compressors.indices import CODES, HEADER, CodeName, choose, rice_planes, unary_bits
+from gradwire.comm.compressors.base import Shape, as_numbers, numel
+from gradwire.comm.compressors.indices import CODES, HEADER, CodeName, choose, rice_planes, unary_bits, without_header
 from gradwire.comm.compressors.kernels import Kernel, alone
 from gradwire.comm.compressors.kernels.cuda.segments import (
     COLUMNS,
@@ -37,6 +41,7 @@ from gradwire.comm.compressors.kernels.cuda.segments import (
     store_floats,
     tiles_of,
 )
+from gradwire.comm.compressors.methods.threshold import COUNT, Threshold
 from gradwire.comm.compressors.methods.topk import TopK
 from gradwire.comm.compressors.packing import packed_bytes
 from gradwire.comm.compressors.segments import Segment, Segments
@@ -79,6 +84,15 @@ def guess(x, table, fields, bounds, SAMPLE: tl.constexpr):
         trial = bound | (1 << (30 - j))
         bound = tl.where(tl.sum((bits >= trial).to(tl.int32), axis=0) >= rank, trial, bound)
     tl.store(bounds + segment + tl.zeros([1], tl.int32), bound)
+
+
+@triton.jit
+def square(x, table, tiles, sums, ALIGN: tl.constexpr, TILE: tl.constexpr):
+    """The sum of a tile's squares, in float64."""
+    _, _, start, left, _, _ = place(table, tiles, ALIGN, TILE)
+    offsets = tl.arange(0, TILE)
+    values = tl.load(x + start + offsets, mask=offsets < left, other=0.0).to(tl.float64)
+    tl.store(sums + tl.program_id(0), tl.sum(values * values, axis=0))
 
 
 @triton.jit
@@ -270,18 +284,14 @@ def count_bits(wire, table, tiles, fields, counts, TILE: tl.constexpr):
 
 
 @triton.jit
-def read(
-    wire, table, tiles, fields, counts, ends, tensors, out,
-    ALIGN: tl.constexpr, ONTO: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """The values whose places have a bit in a tile of the plane; what is corrupt stays inside the tensor."""
+def find(wire, table, tiles, fields, counts, ends, tensors, TILE: tl.constexpr):
+    """Of a tile's bits the order among the plane's set ones, whether each is a place's, and that place; the tensor."""
     bits, segment, tile = plane(wire, table, tiles, fields, TILE)
     fields += FIELDS * segment
     this = tl.program_id(0).to(tl.int64)
     i = before(ends, counts, this, this - tile) + tl.cumsum(bits, axis=0) - bits
     inside = (bits > 0) & (i < tl.load(fields + KEPT))
-    start, n = tl.load(tensors + COLUMNS * segment), tl.load(tensors + COLUMNS * segment + 1)
-    head = tl.load(tensors + COLUMNS * segment + 2)
+    n, head = tl.load(tensors + COLUMNS * segment + 1), tl.load(tensors + COLUMNS * segment + 2)
     low = tl.load(fields + LOW)
     word = tl.zeros([TILE], tl.int64)
     for lane in tl.static_range(LOW_BYTES):
@@ -290,9 +300,26 @@ def read(
         word |= tl.load(wire + head + 1 + byte, mask=there, other=0).to(tl.int64) << (8 * lane)
     remainder = (word >> (i * low % 8)) & ((1 << low) - 1)
     quotient = tile * TILE + tl.arange(0, TILE) - tl.load(fields + STEP) * i
-    offset = tl.minimum(quotient << low | remainder, n - 1)
-    values = load_floats(wire + head + tl.load(fields + HEAD), i, inside, ALIGN)
+    return i, inside, tl.minimum(quotient << low | remainder, n - 1), segment
+
+
+@triton.jit
+def read(
+    wire, table, tiles, fields, counts, ends, tensors, out,
+    ALIGN: tl.constexpr, ONTO: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """The values whose places have a bit in a tile of the plane; what is corrupt stays inside the tensor."""
+    i, inside, offset, segment = find(wire, table, tiles, fields, counts, ends, tensors, TILE)
+    start, head = tl.load(tensors + COLUMNS * segment), tl.load(tensors + COLUMNS * segment + 2)
+    values = load_floats(wire + head + tl.load(fields + FIELDS * segment + HEAD), i, inside, ALIGN)
     put(out + start, offset, values, inside, ONTO)
+
+
+@triton.jit
+def read_places(wire, table, tiles, fields, counts, ends, tensors, places, TILE: tl.constexpr):
+    """The places of a single tensor that have a bit in a tile of the plane."""
+    i, inside, offset, _ = find(wire, table, tiles, fields, counts, ends, tensors, TILE)
+    tl.store(places + i, offset, mask=inside)
 
 
 # The host's part
@@ -322,25 +349,30 @@ def plan_of(method: TopK, segments: Segments, device: torch.device) -> Plan:
     """The plan of a table."""
 
     def make() -> Plan:
-        fields, heads, planes, first = [], [], [], 0
-        for segment in segments:
-            n, k = segment.numel, method.kept(segment.numel)
-            code, low, lower, bits, step = code_of(n, k, method.indices)
-            head = HEADER + lower + packed_bytes(bits, 1) * (code != LISTED.value)
-            fields.append((k, first, rank_of(k, n), head, code, low, lower, step))
-            heads.append(Segment(segment.at, (head,), 0, 0))
-            planes.append(Segment(segment.at + HEADER + lower, (bits,), 0, 0))
-            first += k
-        return Plan(
-            torch.tensor(fields, dtype=torch.int64, device=device).view(-1, FIELDS.value),
-            first,
-            Segments(heads),
-            Segments(planes),
-            math.gcd(16, *(4 * number for segment in segments for number in (segment.start, segment.numel))),
-            math.gcd(16, *(head.at + head.numel for head in heads)),
-        )
+        return plan_for([method.kept(segment.numel) for segment in segments], method.indices, segments, device)
 
     return segments.derive(("plan", method, device), make)
+
+
+def plan_for(kept: Sequence[int], named: CodeName, segments: Segments, device: torch.device) -> Plan:
+    """The plan of tensors that send so many elements each."""
+    fields, heads, planes, first = [], [], [], 0
+    for segment, k in zip(segments, kept, strict=True):
+        n = segment.numel
+        code, low, lower, bits, step = code_of(n, k, named)
+        head = HEADER + lower + packed_bytes(bits, 1) * (code != LISTED.value)
+        fields.append((k, first, rank_of(k, n), head, code, low, lower, step))
+        heads.append(Segment(segment.at, (head,), 0, 0))
+        planes.append(Segment(segment.at + HEADER + lower, (bits,), 0, 0))
+        first += k
+    return Plan(
+        torch.tensor(fields, dtype=torch.int64, device=device).view(-1, FIELDS.value),
+        first,
+        Segments(heads),
+        Segments(planes),
+        math.gcd(16, *(4 * number for segment in segments for number in (segment.start, segment.numel))),
+        math.gcd(16, *(head.at + head.numel for head in heads)),
+    )
 
 
 def code_of(n: int, k: int, code: CodeName) -> tuple[int, int, int, int, int]:
@@ -362,6 +394,58 @@ def rank_of(k: int, n: int) -> int:
     return min(sampled, int(expected + 4 * math.sqrt(expected)) + 5)
 
 
+class Kept(NamedTuple):
+    """Elements that passed a bound, those of each tile at the start of its room.
+
+    Attributes:
+        values: Of each tile TILE.
+        offsets: Inside the tile: int16.
+        counts: Of each tile: int32.
+        sent: How many of each tile are above the least magnitude that is sent, and equal to it: int32 [2, tiles].
+    """
+
+    values: Tensor
+    offsets: Tensor
+    counts: Tensor
+    sent: Tensor
+
+    @classmethod
+    def room(cls, segments: Segments, device: torch.device) -> Kept:
+        """Room for all elements of a table."""
+        tiles = len(tiles_of(segments, TILE, device))
+        numbers = torch.empty(3, tiles, dtype=torch.int32, device=device)
+        return cls(
+            torch.empty(tiles * TILE, dtype=torch.float32, device=device),
+            torch.empty(tiles * TILE, dtype=torch.int16, device=device),
+            numbers[0],
+            numbers[1:],
+        )
+
+
+def no_digits(segments: Segments, device: torch.device) -> Tensor:
+    """Counts of digits before any is counted: the least magnitude is then 0."""
+    return torch.zeros(len(segments), ROUNDS.value, BINS.value, dtype=torch.int64, device=device)
+
+
+def write(kept: Kept, digits: Tensor, plan: Plan, segments: Segments, wire: Tensor) -> None:
+    """Write the places and the values that are sent."""
+    places = torch.empty(plan.kept, dtype=torch.int64, device=wire.device)
+    ends = kept.sent.cumsum(1, dtype=torch.int64)
+    launch(
+        collect, segments, TILE, kept.values, plan.fields, kept.counts, digits, *kept.sent, ends, kept.offsets, places,
+        wire, ALIGN=math.gcd(plan.values, wire.data_ptr()), CHUNK=CHUNK, num_warps=1,
+    )  # fmt: skip
+    launch(write_places, plan.heads, BYTES, places, plan.fields, wire)
+
+
+def read_plane(kernel: Any, plan: Plan, segments: Segments, wire: Tensor, out: Tensor, **options: int) -> None:
+    """Count the planes' bits and run `read` or `read_places`."""
+    counts = torch.empty(len(tiles_of(plan.planes, BITS, wire.device)), dtype=torch.int32, device=wire.device)
+    launch(count_bits, plan.planes, BITS, wire, plan.fields, counts)
+    ends, table = counts.cumsum(0, dtype=torch.int64), segments.table(wire.device)
+    launch(kernel, plan.planes, BITS, wire, plan.fields, counts, ends, table, out, num_warps=8, **options)
+
+
 class Selecting(Form):
     """topk."""
 
@@ -376,45 +460,32 @@ class Selecting(Form):
     ) -> None:
         """Ten launches, whatever the number of tensors."""
         device, tensors = x.device, len(segments)
-        plan, tiles = plan_of(method, segments, device), len(tiles_of(segments, TILE, device))
+        plan, kept = plan_of(method, segments, device), Kept.room(segments, device)
         fields = plan.fields
-        values = torch.empty(tiles * TILE, dtype=torch.float32, device=device)
-        offsets = torch.empty(tiles * TILE, dtype=torch.int16, device=device)
-        of_tiles = torch.empty(3, tiles, dtype=torch.int32, device=device)
-        counts, above, equal = of_tiles
         bounds = torch.empty(tensors, dtype=torch.int32, device=device)
         totals = torch.zeros(tensors, dtype=torch.int64, device=device)
-        digits = torch.zeros(tensors, ROUNDS.value, BINS.value, dtype=torch.int64, device=device)
-        places = torch.empty(plan.kept, dtype=torch.int64, device=device)
+        digits = no_digits(segments, device)
         if tensors:
             guess[(tensors,)](x, segments.table(device), fields, bounds, SAMPLE=SAMPLE, num_warps=8)
         for again in (False, True):
             launch(
-                sieve, segments, TILE, x, fields, bounds, totals, values, offsets, counts, bad,
+                sieve, segments, TILE, x, fields, bounds, totals, kept.values, kept.offsets, kept.counts, bad,
                 ALIGN=math.gcd(plan.numbers, x.data_ptr()), AGAIN=again, num_warps=16,
             )  # fmt: skip
         for known in range(ROUNDS.value):
-            launch(count_digits, segments, TILE, values, fields, counts, digits, KNOWN=known, CHUNK=CHUNK, num_warps=1)
-        launch(compare, segments, TILE, values, fields, counts, digits, above, equal, CHUNK=CHUNK, num_warps=1)
-        ends = of_tiles[1:].cumsum(1, dtype=torch.int64)
-        launch(
-            collect, segments, TILE, values, fields, counts, digits, above, equal, ends, offsets, places, wire,
-            ALIGN=math.gcd(plan.values, wire.data_ptr()), CHUNK=CHUNK, num_warps=1,
-        )  # fmt: skip
-        launch(write_places, plan.heads, BYTES, places, fields, wire)
+            launch(
+                count_digits, segments, TILE, kept.values, fields, kept.counts, digits,
+                KNOWN=known, CHUNK=CHUNK, num_warps=1,
+            )  # fmt: skip
+        launch(compare, segments, TILE, kept.values, fields, kept.counts, digits, *kept.sent, CHUNK=CHUNK, num_warps=1)
+        write(kept, digits, plan, segments, wire)
 
     def decode(self, method: TopK, wire: Tensor, segments: Segments, out: Tensor, onto: str) -> None:
         """Zeros if nothing is added to, and the values at their places."""
         plan = plan_of(method, segments, wire.device)
-        counts = torch.empty(len(tiles_of(plan.planes, BITS, wire.device)), dtype=torch.int32, device=wire.device)
         if onto in ("zero", "blank"):
             launch(clear, segments, TILE, out)
-        launch(count_bits, plan.planes, BITS, wire, plan.fields, counts)
-        ends = counts.cumsum(0, dtype=torch.int64)
-        launch(
-            read, plan.planes, BITS, wire, plan.fields, counts, ends, segments.table(wire.device), out,
-            ALIGN=math.gcd(plan.values, wire.data_ptr()), ONTO=ONTO[onto].value, num_warps=8,
-        )  # fmt: skip
+        read_plane(read, plan, segments, wire, out, ALIGN=math.gcd(plan.values, wire.data_ptr()), ONTO=ONTO[onto].value)
 
     def pick(self, method: TopK, x: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor, Tensor]:
         """Head, values, and whether x is not finite."""
@@ -426,6 +497,54 @@ class Selecting(Form):
         return wire[:values], as_numbers(wire[values:], torch.float32), bad
 
 
+# threshold
+
+
+@lru_cache(4096)
+def counted(n: int) -> Segments:
+    """A table of one tensor, encoded behind the number of its places."""
+    return Segments([Segment(0, (n,), COUNT, None)])
+
+
+def least_of(method: Threshold, x: Tensor, align: int) -> Tensor:
+    """`Threshold.least`, for which the squares of x are read once: int32 [1]."""
+    if method.scale != "rms" or not x.numel():
+        return method.least(x).view(1)
+    segments = counted(x.numel())
+    sums = torch.empty(len(tiles_of(segments, TILE, x.device)), dtype=torch.float64, device=x.device)
+    launch(square, segments, TILE, x, sums, ALIGN=align)
+    return method.least_for((sums.sum() / x.numel()).sqrt_()).view(1)
+
+
+def pick_threshold(method: Threshold, x: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Head, values, and whether x is not finite; the host waits once, for how many are sent."""
+    segments, align = counted(x.numel()), math.gcd(16, 4 * x.numel(), x.data_ptr())
+    kept, bounds = Kept.room(segments, x.device), least_of(method, x, align)
+    total = torch.zeros(1, dtype=torch.int64, device=x.device)
+    bad = torch.zeros(1, dtype=torch.uint8, device=x.device)
+    launch(
+        sieve, segments, TILE, x, bounds, bounds, total, kept.values, kept.offsets, kept.counts, bad,
+        ALIGN=align, AGAIN=False, num_warps=16,
+    )  # fmt: skip
+    kept.sent[0], kept.sent[1] = kept.counts, 0
+    plan = plan_for([int(total)], method.indices, segments, x.device)
+    head = COUNT + plan.heads[0].numel
+    wire = torch.empty(head + 4 * plan.kept, dtype=torch.uint8, device=x.device)
+    wire[:COUNT] = total.view(torch.uint8)
+    write(kept, no_digits(segments, x.device), plan, segments, wire)
+    return wire[:head], as_numbers(wire[head:], torch.float32), bad
+
+
+def threshold_places(method: Threshold, wire: Tensor, shape: Shape) -> tuple[Tensor, int]:
+    """Read the number and the code of the places."""
+    n, k = numel(shape), method.count(wire, shape)
+    without_header(wire[COUNT:], n, k, method.indices)  # refuses too few bytes
+    plan = plan_for([k], method.indices, counted(n), wire.device)
+    places = torch.zeros(k, dtype=torch.int64, device=wire.device)
+    read_plane(read_places, plan, counted(n), wire, places)
+    return places, COUNT + plan.heads[0].numel
+
+
 selecting = Selecting()
 KERNELS = {
     "topk": Kernel(
@@ -433,5 +552,10 @@ KERNELS = {
         encode_many=selecting.encode_many,
         decode_add=selecting.decode_add,
         pick=selecting.pick,
-    )
+    ),
+    "threshold": Kernel(
+        lambda method: method.indices != "varint",
+        pick=pick_threshold,
+        places=threshold_places,
+    ),
 }
