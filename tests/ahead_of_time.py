@@ -1,7 +1,8 @@
 """Compile CUDA kernels for two architectures, without a GPU: ``python ahead_of_time.py METHOD|projections ...``.
 
-Each method encodes and decodes a tensor while Triton's launches are recorded instead of run; what was recorded is
-compiled ahead of time. Prints a line for each kernel: registers of a thread, and bytes that it spills to memory.
+Each method (``onebit:means=column``: with an option) encodes and decodes a tensor while Triton's launches are recorded
+instead of run; what was recorded is compiled ahead of time. Prints a line for each kernel: registers of a thread, and
+bytes that it spills to memory.
 """
 
 from __future__ import annotations
@@ -69,17 +70,19 @@ def launches(work: Callable[[], Any]) -> list[tuple[JITFunction, Any, tuple[Any,
     return recorded
 
 
-def coded(method: str) -> None:
-    """Encode and decode a tensor."""
-    compressor, kernel = build(method), kernels.load("cuda", method)
-    x, generator = torch.randn(10_000), torch.Generator().manual_seed(0)
+def coded(name: str) -> None:
+    """Encode and decode a matrix."""
+    method, *options = name.split(":")
+    compressor = build(method, **dict(option.split("=") for option in options))
+    kernel = kernels.load("cuda", method)
+    x, generator = torch.randn(100, 100), torch.Generator().manual_seed(0)
     wire = compressor.to_wire(x, generator)
     if kernel.encode_many:
         kernel.encode(compressor, x, generator)
-        kernel.decode(compressor, wire, (10_000,))
+        kernel.decode(compressor, wire, (100, 100))
     else:
         kernel.pick(compressor, x, generator)
-        kernel.places(compressor, wire, (10_000,))
+        kernel.places(compressor, wire, (100, 100))
 
 
 def projected() -> None:

@@ -133,7 +133,8 @@ def compare(part: Part) -> None:
     builds = [(name, options) for name, options in builds if not (SMALL and options)]
     n = 100_003 if SMALL else 2**28 + 5
     jobs: dict[str, tuple[Any, ...]] = {f"bytes, {title(*build_)}": (check, *build_) for build_ in builds}
-    jobs |= {f"bytes, {name}, {n:,} elements": (large, name, {}, n) for name in FUSED[: 1 if SMALL else None]}
+    largest = [*((name, {}) for name in FUSED), ("onebit", {"means": "column"})][: 1 if SMALL else None]
+    jobs |= {f"bytes, {title(*build_)}, {n:,} elements": (large, *build_, n) for build_ in largest}
     jobs = {name: job for name, job in jobs.items() if part.row(name) is None}
     for name, result in each(jobs, 2 if DEVICE == "cpu" else 8, 90, lambda: part.left):
         part.record(name, {"error": str(result)} if isinstance(result, Failed) else result)

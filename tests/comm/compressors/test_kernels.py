@@ -145,6 +145,19 @@ def test_the_cuda_form_of_topk_has_the_plain_forms_bytes_where_magnitudes_tie_or
     assert not bad.any()
 
 
+def test_the_cuda_form_of_columns_has_the_plain_forms_bytes_where_strips_and_their_sums_take_several_turns(monkeypatch):
+    form = pytest.importorskip("gradwire.comm.compressors.kernels.cuda.columns")
+    for constant, value in {"DEPTH": 16, "STRIPS": 2, "SUMS": 64}.items():
+        monkeypatch.setattr(form, constant, value)
+    compressor = build("onebit", means="column")
+    module = kernels.load("cuda", "onebit")
+    for shape in ((5011,), (3000, 2)):
+        x = normal(shape).to(DEVICE)
+        wire, _ = encoded(module, compressor, x)
+        assert torch.equal(wire, compressor.to_wire(x, None))
+        assert torch.equal(decoded(module, compressor, wire, shape), compressor.from_wire(wire, shape))
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize(("name", "options"), METHODS, ids=str)
 def test_what_a_gpu_encodes_a_cpu_decodes(name, options):
