@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -201,6 +201,14 @@ class Group(NamedTuple):
         alone = wholes[0].form if len(wholes) == 1 else (len(wholes), *wholes[0].form)
         return cls(compressor, wholes, (first,) if joined else alone, tuple(runs), feedback, joined)
 
+    @property
+    def counts(self) -> Counter[str]:
+        """What its parameters add to the counters in each step."""
+        total = Counter[str]()
+        for parameter in self.parameters:
+            total.update(counted(self.compressor, parameter.form))
+        return total
+
     def is_buffer(self, numel: int) -> bool:
         """Whether x has all of a buffer's elements, in its order; stacked matrices have another one."""
         return math.prod(self.form) == numel and all(run.first == run.start for run in self.runs)
@@ -342,8 +350,7 @@ class Native(Algorithm):
             x = residual + x
         bad = compressor.rows_not_representable(x).to(torch.uint8)
         codec.note(bad.amax(0, keepdim=True))
-        for parameter in parameters:
-            codec.counts.update(counted(compressor, parameter.form))
+        codec.counts.update(kept.derive(("counts", number), lambda: group.counts))
         states = list[State]()
         if compressor is codec.schedule.at(codec.step):
             for parameter in parameters:
