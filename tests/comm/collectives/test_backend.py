@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire.base.errors import BadInput
+from gradwire.comm.collectives.backend import CompressedGroup
 from gradwire.comm.compressors import as_compressor
 from gradwire.comm.compressors.reduction import encoding_of
 
@@ -173,6 +174,37 @@ def test_everything_else_is_exact_and_counted(world, size):
         assert counts == {"all_reduce": 6, "all_to_all_single": 2, "broadcast": 2, "reduce": 2, "all_gather": 1}
         assert traffic["exact"]["all_reduce"]["bytes"] == 3 * 2000 * 8 + 2 * 2000 * 4 + 7 * 4
         assert traffic["exact"]["all_gather"]["bytes"] == size * 2000 * 8
+
+
+OTHER_CALLS = {
+    *("abort", "boxed", "get_group_store", "merge_remote_group", "name", "rank", "set_timeout", "shutdown", "size"),
+    *("split_group", "unbox", "use_pg_for_symm_mem_rendezvous"),
+}
+
+
+def test_every_collective_is_the_backends():
+    """torch calls an inherited one with Python's lock held, which may never return."""
+    calls = {name for name, call in vars(dist.ProcessGroup).items() if callable(call) and name[0].islower()}
+    assert {"barrier", "alltoall_base"} < calls - OTHER_CALLS
+    assert {name for name in calls - OTHER_CALLS if name not in vars(CompressedGroup)} == set()
+
+
+def received_from_anyone(rank, world, group):
+    """What the last rank receives from whoever sends it, after a barrier that names late ranks."""
+    coded = group_of("int8")
+    coded.monitored_barrier()
+    part = torch.full((1001,), rank + 1.5)
+    if rank == world - 1:
+        return sum(int(dist.recv(part, group=coded)) for _ in range(world - 1)), part, coded.traffic["exact"]
+    dist.send(part, world - 1, group=coded)
+    return None
+
+
+@worlds
+def test_a_tensor_from_any_rank_is_received(world, size):
+    senders, part, exact = world(size).run(received_from_anyone)[-1]
+    assert senders == sum(range(size - 1)) and part.unique().item() in [rank + 1.5 for rank in range(size - 1)]
+    assert exact["recv_anysource"] == {"calls": size - 1, "bytes": (size - 1) * 1001 * 4}
 
 
 # Parameters

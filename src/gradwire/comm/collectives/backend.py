@@ -157,14 +157,19 @@ class CompressedGroup(dist.ProcessGroup):
     reduce, reduce_scatter = partialmethod(_pass, "reduce"), partialmethod(_pass, "reduce_scatter")
     alltoall, all_to_all_single = partialmethod(_pass, "alltoall"), partialmethod(_pass, "all_to_all_single")
     send, recv = partialmethod(_pass, "send"), partialmethod(_pass, "recv")
+    recv_anysource = partialmethod(_pass, "recv_anysource")
+    allgather_coalesced = partialmethod(_pass, "allgather_coalesced")
+    alltoall_base = partialmethod(_pass, "alltoall_base")  # all_to_all_single before torch 2.13
 
+    # What a subclass inherits, torch calls with Python's lock held, and gloo's thread may wait for that lock while it
+    # has the group's, for which the call waits: every collective has a method here.
     def barrier(self, opts: Any) -> dist.Work:
-        """Wait for all ranks.
-
-        torch would call what a subclass inherits with Python's lock held, and gloo's thread may wait for that lock with
-        the group's own.
-        """
+        """Wait for all ranks."""
         return self._exact.barrier(opts)
+
+    def monitored_barrier(self, *given: Any, **options: Any) -> None:
+        """Wait for all ranks, and name one that does not come."""
+        self._exact.monitored_barrier(*given, **options)
 
     def _reduce(self, kind: Kind, outputs: list[Tensor], inputs: list[Tensor], options: Any, exact: Exact) -> dist.Work:
         """Reduce tensors: a sum or a mean through the reducer."""
