@@ -99,7 +99,7 @@ EXCEPT = {  # page, and how the block begins: why no test runs it as it is, or w
     ("docs/containers.md", "make image"): "it needs podman; tests/container",
     ("docs/containers.md", "make run PROFILE"): "it needs an image; tests/container",
     ("docs/containers.md", ".venv/bin/python containers"): "it needs podman; tests/container",
-    ("docs/evidence.md", "make run"): "it takes five minutes and shaped links",
+    ("docs/evidence.md", "make run"): "it takes six minutes and shaped links",
     (
         "docs/private-training.md",
         "$ gradwire launch",
