@@ -3,9 +3,10 @@
 ``python benchmarks/bench_peers.py --links none 100mbit`` (root, or a kernel that allows user namespaces for links).
 
 Each variant has a model of its own under DDP, from the same seed, with the same batches. They take steps in turn, in
-random order; local updates take a round of `H` steps at a time, whose mean counts. ``ms`` is the median step, ``x
-float32`` the median quotient of neighbouring float32 steps over the variant's (more is faster), with its bootstrap
-interval of 95 %. ``float32 again`` is the control. torchft is measured where it is installed.
+random order; local updates take a round of `H` steps at a time, whose mean counts. ``ms`` is the median step, ``cpu``
+the processor time of rank 0 in the mean, ``x float32`` the median quotient of neighbouring float32 steps over the
+variant's (more is faster), with its bootstrap interval of 95 %. ``float32 again`` is the control. torchft is measured
+where it is installed.
 """
 
 from __future__ import annotations
@@ -197,38 +198,41 @@ def made(args: argparse.Namespace) -> dict[str, tuple[Step, int]]:
     return steps
 
 
-def measured(args: argparse.Namespace) -> dict[str, list[float]]:
-    """Milliseconds of a step of each variant in each round, of the slowest rank."""
+def measured(args: argparse.Namespace) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Milliseconds of a step of each variant in each round, of the slowest rank; this rank's mean processor time."""
     steps = made(args)
     times: dict[str, list[float]] = {name: [] for name in steps}
+    processor = dict.fromkeys(steps, 0.0)
     order = random.Random(0)  # the same on all ranks
     for _ in range(args.rounds):
         for name in order.sample(list(steps), len(steps)):
             step, length = steps[name]
             dist.barrier()
-            began = time.perf_counter()
+            began, used = time.perf_counter(), time.process_time()
             step()
             times[name].append(1e3 * (time.perf_counter() - began) / length)
-    return {name: np.array(ops.gather_objects(values)).max(0).tolist() for name, values in times.items()}
+            processor[name] += 1e3 * (time.process_time() - used) / length / args.rounds
+    slowest = {name: np.array(ops.gather_objects(values)).max(0).tolist() for name, values in times.items()}
+    return slowest, processor
 
 
 def rank(args: argparse.Namespace) -> None:
     """One rank on one link; rank 0 writes the rows."""
     torch.set_num_threads(1)
     with process_group(device="cpu") as world:
-        times = measured(args)
+        times, processor = measured(args)
         if world.rank == 0:
             for name, values in times.items():
-                on_links.add(args, row(args.links[0], name, values, times["float32"]))
+                on_links.add(args, row(args.links[0], name, values, processor[name], times["float32"]))
     os._exit(0)  # torchft's threads would wait for each other
 
 
-def row(link: str, name: str, values: list[float], base: list[float]) -> list[Any]:
+def row(link: str, name: str, values: list[float], processor: float, base: list[float]) -> list[Any]:
     """A line of the table."""
     quotients = np.array(base) / np.array(values)
     draws = np.random.default_rng(0).choice(quotients, (2000, len(quotients)))
     low, high = np.percentile(np.median(draws, 1), (2.5, 97.5))
-    return [link, name, float(np.median(values)), float(np.median(quotients)), f"{low:.2f} to {high:.2f}"]
+    return [link, name, float(np.median(values)), processor, float(np.median(quotients)), f"{low:.2f} to {high:.2f}"]
 
 
 def main() -> None:
@@ -243,7 +247,7 @@ def main() -> None:
     args = parser.parse_args()
     if rows := on_links.rows_of_links(args, rank):
         print(f"{args.model}, batch {args.batch_size}, W = {args.world_size}, {args.rounds} rounds\n")
-        print(tabulate(rows, ["link", "method", "ms", "x float32", "interval"], tablefmt="pipe", floatfmt=".2f"))
+        print(tabulate(rows, ["link", "method", "ms", "cpu", "x float32", "interval"], tablefmt="pipe", floatfmt=".2f"))
 
 
 if __name__ == "__main__":
