@@ -1,4 +1,4 @@
-"""Encodings that are late, so that ranks and threads meet in many orders."""
+"""Encodings that are late, and reductions that go on late, so that ranks meet in many orders."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from gradwire.comm.collectives.codec import Codec
+from gradwire.comm.collectives.queue import OverlappingQueue
 
 
 @contextmanager
@@ -25,3 +26,13 @@ def late_encoding(rank: int, longest: float = 0.002) -> Iterator[None]:
         yield
     finally:
         Codec.encode = encode
+
+
+@contextmanager
+def only_when_waited_for() -> Iterator[None]:
+    """Go on with reductions in `wait` and `synchronize` only."""
+    go_on, OverlappingQueue.go_on = OverlappingQueue.go_on, lambda self: None
+    try:
+        yield
+    finally:
+        OverlappingQueue.go_on = go_on

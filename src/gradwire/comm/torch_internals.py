@@ -38,6 +38,11 @@ def backward_id() -> int:
     return torch._C._current_graph_task_id()
 
 
+def computes_gradients() -> bool:
+    """Whether this thread runs a node of a backward pass, and not what autograd calls at its end."""
+    return torch._C._current_autograd_node() is not None
+
+
 def at_end_of_backward(call: Callable[[], object]) -> None:
     """Call a function once at the end of the backward pass that this thread runs; DDP and FSDP do the same."""
     Variable._execution_engine.queue_callback(call)

@@ -6,21 +6,19 @@ import gc
 import signal
 import subprocess
 import sys
-import threading
 import time
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from weakref import ref
 
 import pytest
 import torch
-from late_encoding import late_encoding
+from late_encoding import late_encoding, only_when_waited_for
 from test_reducer import SHAPES, STOCHASTIC, buffer
 
 from gradwire.comm.collectives import Layout, Reducer
 from gradwire.comm.collectives.codec import Codec
-from gradwire.comm.collectives.queue import ThreadQueue, Worker
+from gradwire.comm.collectives.queue import CONNECTIONS, QUEUES, Connections, OverlappingQueue
 from gradwire.comm.compressors import build
 
 BUFFERS = 4
@@ -66,7 +64,7 @@ def changed_meanwhile(rank, world, group):
     layout = Layout.dim0(SHAPES, world)
     flats = [buffer(layout, rank, step) for step in range(3)]
     reducer = Reducer(build("threshold", threshold=0.5), group, algorithm="exchange")  # not of the scaled gradient
-    with held_encoding() as free:
+    with only_when_waited_for():
         with reducer.keeping() as kept:
             reducer.loss_scale = 4.0
             scaled = reducer.begin_all_reduce(flats[0] * 4, layout)
@@ -74,7 +72,6 @@ def changed_meanwhile(rank, world, group):
             plain = reducer.begin_all_reduce(flats[0], layout)
         unkept = reducer.begin_all_reduce(flats[1], layout)
         in_flight = not kept
-        free.set()
         same = torch.equal(scaled.wait(), plain.wait() * 4)
         unkept.wait()
     same_kept = [torch.equal(one.mean, handle.wait()) for one, handle in zip(kept, (scaled, plain), strict=True)]
@@ -85,17 +82,6 @@ def changed_meanwhile(rank, world, group):
     return in_flight and same and all(same_kept), dense.wait(), coded.wait()
 
 
-@contextmanager
-def held_encoding():
-    """Hold every encoding back until the event is set."""
-    encode, free = Codec.encode, threading.Event()
-    Codec.encode = lambda self, *args: (free.wait(20), encode(self, *args))[1]
-    try:
-        yield free
-    finally:
-        Codec.encode = encode
-
-
 def test_a_reduction_has_the_settings_of_its_beginning(world):
     layout = Layout.dim0(SHAPES, 2)
     exact = (buffer(layout, 0, 2) + buffer(layout, 1, 2)) / 2
@@ -104,25 +90,48 @@ def test_a_reduction_has_the_settings_of_its_beginning(world):
         assert torch.equal(dense, exact) and not torch.equal(coded, exact)
 
 
-def in_between(rank, world, group):
-    """A collective of the caller's that comes before the reduction's on rank 0, and after them on rank 1."""
-    layout, total = Layout.dim0(SHAPES, world), torch.tensor([1.0 + rank])
-    reducer = Reducer(build("none"), group, algorithm="exchange")
-    with held_encoding() as free:
+def crossing_a_step(rank, world, group):
+    """A reduction that the first rank goes on with before the end of its step, and the second one after it."""
+    layout = Layout.dim0(SHAPES, world)
+    reducer = Reducer(build("int8"), group, algorithm="exchange", dense_steps=1)
+    with only_when_waited_for():
         handle = reducer.begin_all_reduce(buffer(layout, rank), layout)
         if rank == 0:
-            torch.distributed.all_reduce(total)
-        free.set()
-        if rank == 1:
-            time.sleep(0.5)
-            torch.distributed.all_reduce(total)
-        return handle.wait(), total.item()
+            [queue] = [queue for queue in QUEUES if queue.running]
+            queue.advance()
+        reducer.finish(wait=False)
+        return handle.wait()
 
 
-def test_collectives_of_the_caller_may_come_at_any_time(world):
+def test_a_reduction_is_one_of_the_step_in_which_it_began(world):
     exact = sum(buffer(Layout.dim0(SHAPES, 2), rank) for rank in range(2)) / 2
-    for mean, total in world(2).run(in_between):
-        assert torch.equal(mean, exact) and total == 3
+    for mean in world(2).run(crossing_a_step):
+        assert torch.equal(mean, exact)
+
+
+def in_between(rank, world, group):
+    """Collectives of the caller's in between; one rank goes on with its reductions at once, and the others late."""
+    layout, total = Layout.dim0(SHAPES, world), torch.tensor([1.0 + rank])
+    reducer = Reducer(build("none"), group, algorithm="exchange")
+    flats = [buffer(layout, rank, step) for step in range(3)]
+    with only_when_waited_for():
+        handles = [reducer.begin_all_reduce(flat, layout) for flat in flats]
+        [queue] = [queue for queue in QUEUES if queue.running]
+        sent = until(lambda: all(pending.complete for one in queue.running for pending in one.pending))
+        if rank == 0:
+            queue.advance()
+        more = reducer.begin_all_reduce(flats[0], layout)
+        torch.distributed.all_reduce(total)
+        return sent, [handle.wait() for handle in (*handles, more)], total.item()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_collectives_of_the_caller_and_of_other_reductions_may_come_at_any_time(world, size):
+    layout = Layout.dim0(SHAPES, size)
+    exact = [sum(buffer(layout, rank, step) for rank in range(size)) / size for step in (0, 1, 2, 0)]
+    for sent, means, total in world(size).run(in_between):
+        assert sent, "the first collectives of all reductions run while nobody waits"
+        assert all(map(torch.equal, means, exact)) and total == sum(range(1, size + 1))
 
 
 def unwaited(rank, world, group):
@@ -150,21 +159,20 @@ def failing(rank, world, group):
     layout = Layout.dim0(SHAPES, world)
     reducer = Reducer(build("int8"), group, algorithm="exchange")
     reducer.all_reduce(buffer(layout, rank), layout)
-    encode, free = Codec.encode, threading.Event()
+    encode = Codec.encode
 
     def broken(self, *args):
-        free.wait(20)
         raise ZeroDivisionError("no such luck")
 
+    early = reducer.begin_all_reduce(buffer(layout, rank), layout)
     Codec.encode = broken
     try:
-        handles = [reducer.begin_all_reduce(buffer(layout, rank), layout) for _ in range(3)]
-        free.set()
-        calls = [*(handle.wait for handle in handles), lambda: reducer.all_reduce(buffer(layout, rank), layout)]
+        handle = reducer.begin_all_reduce(buffer(layout, rank), layout)
+        calls = [handle.wait, early.wait, lambda: reducer.begin_all_reduce(buffer(layout, rank), layout)]
         messages, step = [message(call) for call in (*calls, reducer.finish, reducer.synchronize)], reducer.step
     finally:
         Codec.encode = encode
-    other = Reducer(reducer.compressor, group)  # in the same thread, which has not ended
+    other = Reducer(reducer.compressor, group)  # through the same connections
     means = [each.all_reduce(buffer(layout, rank), layout) for each in (other, Reducer(other.compressor, group))]
     return messages, step, torch.equal(*means)
 
@@ -176,76 +184,52 @@ def message(call):
         return str(error)
 
 
-def test_a_fault_in_the_thread_reaches_every_caller_of_its_reducer_and_no_other(world):
-    assert world(2).run(failing) == [(["no such luck"] * 6, 0, True)] * 2
+def test_a_fault_reaches_every_caller_of_its_reducer_and_no_other(world):
+    assert world(2).run(failing) == [(["no such luck"] * 5, 0, True)] * 2
 
 
-def alone_with_a_fault(queue, error):
-    def fail():
-        raise error
+def task(call):
+    """A task without collectives."""
+    return call()
+    yield
 
-    return queue.begin(fail, torch.zeros(1))
+
+def raising(error):
+    raise error
 
 
 def test_after_a_fault_nothing_runs_and_everything_raises_it():
-    queue, ran, error = ThreadQueue(Worker()), [], KeyError("a bad wire")
-    first = queue.begin(lambda: torch.ones(1), torch.zeros(1))
-    assert first.wait() == 1
-    lost = alone_with_a_fault(queue, error)
+    queue, ran, error = OverlappingQueue(Connections(None, None, set())), [], KeyError("a bad wire")
+    assert queue.begin(task(lambda: torch.ones(1)), torch.zeros(1)).wait() == 1
+    lost = queue.begin(task(partial(raising, error)), torch.zeros(1))
     called = []
     lost.if_failed(called.append)
-    behind = Later(queue, ran)
-    for handle in (lost, *behind.handles):
+    with pytest.raises(KeyError, match="a bad wire"):
+        queue.begin(task(lambda: (ran.append(1), torch.ones(1))[1]), torch.zeros(1))
+    for call in (lost.wait, queue.synchronize, queue.synchronize):
         with pytest.raises(KeyError, match="a bad wire") as caught:
-            handle.wait()
+            call()
         assert caught.value is error
-    for _ in range(2):
-        with pytest.raises(KeyError, match="a bad wire"):
-            queue.synchronize()
-    assert not ran and called == [error]
+    assert not ran and called == [error] and not queue.running
 
 
-class Later:
-    """Reductions behind a fault; `begin` itself may raise it already."""
-
-    def __init__(self, queue, ran):
-        self.handles = []
-        for _ in range(2):
-            try:
-                self.handles.append(queue.begin(lambda: (ran.append(1), torch.ones(1))[1], torch.zeros(1)))
-            except KeyError:
-                return
+def test_an_interrupt_is_raised_where_it_comes_and_ends_the_queue():
+    queue = OverlappingQueue(Connections(None, None, set()))
+    with pytest.raises(KeyboardInterrupt):
+        queue.begin(task(partial(raising, KeyboardInterrupt())), torch.zeros(1))
+    with pytest.raises(KeyboardInterrupt):
+        queue.begin(task(lambda: torch.ones(1)), torch.zeros(1))
 
 
-def test_the_thread_computes_with_one_thread_and_the_process_with_its_own():
-    torch.set_num_threads(3)
-    try:
-        queue, later = ThreadQueue(Worker()), []
-        assert queue.begin(lambda: torch.tensor(torch.get_num_threads()), torch.zeros(1)).wait() == 1
-        other = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
-        other.start()
-        other.join()
-        assert torch.get_num_threads() == 3 and later == [3]
-    finally:
-        torch.set_num_threads(1)
-
-
-def test_the_thread_ends_with_its_queue_and_keeps_no_buffer():
-    before = reducer_threads()
-    queue = ThreadQueue(Worker())
-    [thread] = reducer_threads() - before
-    assert not queue.begin(lambda: torch.tensor(torch.is_grad_enabled()), torch.zeros(1)).wait()
-    flat = torch.zeros(3)
+def test_a_task_has_no_gradient_and_its_buffer_is_not_kept():
+    queue, flat = OverlappingQueue(Connections(None, None, set())), torch.zeros(3, requires_grad=True)
+    assert not queue.begin(task(lambda: torch.tensor(torch.is_grad_enabled())), flat).wait()
     alive = ref(flat)
-    handle = queue.begin(partial(torch.clone, flat), flat)
-    handle.wait()
-    queue.synchronize()
-    del handle, flat
-    assert until(lambda: alive() is None)
-    assert thread.is_alive() and thread.daemon
-    del queue
-    thread.join(20)
-    assert not thread.is_alive()
+    handle = queue.begin(task(partial(torch.clone, flat)), flat)
+    mean = handle.wait()
+    del flat
+    gc.collect()
+    assert alive() is None and not mean.requires_grad
 
 
 def until(true):
@@ -256,50 +240,24 @@ def until(true):
     return true()
 
 
-def reducer_threads():
-    return {thread for thread in threading.enumerate() if thread.name == "gradwire-reducer"}
-
-
 def shared(rank, world, group):
-    """Two reducers of one group at once: whether their means are right, and how many threads they start."""
-    layout, others = Layout.dim0(SHAPES, world), reducer_threads()
-    compressors = build("int8"), build("onebit")
-    first, second = [Reducer(each, group) for each in compressors]
+    """Two reducers of one group at once: whether their means are right, and the connections that they made."""
+    layout, compressors = Layout.dim0(SHAPES, world), [build("int8"), build("onebit")]
+    group, flat = torch.distributed.new_group(), buffer(layout, rank)
     alone, other = [Reducer(each, group, overlap=False) for each in compressors]
-    flat = buffer(layout, rank)
-    begun = [reducer.begin_all_reduce(flat, layout) for reducer in (first, second, second, first)]
-    means = [handle.wait() for handle in begun]
     expected = [reducer.all_reduce(flat, layout) for reducer in (alone, other, other, alone)]
-    return all(map(torch.equal, means, expected)), len(reducer_threads() - others)
-
-
-def threads_left(rank, world, group, at_most):
-    """Whether at most so many threads are left."""
-    gc.collect()
-    return until(lambda: len(reducer_threads()) <= at_most)
-
-
-def count_threads(rank, world, group):
-    gc.collect()
-    time.sleep(0.1)  # a thread whose queue is gone ends soon
-    return len(reducer_threads())
-
-
-def test_reducers_of_a_group_share_a_thread_that_ends_with_the_group(world):
-    before = max(world(2).run(count_threads))  # those of earlier tests, in the same processes
-    assert world(2).run(shared) == [(True, 1)] * 2
-    assert world(2).run(threads_left, before) == [True, True]  # in the same processes, and another group
-
-
-def without_overlap(rank, world, group):
-    layout, others = Layout.dim0(SHAPES, world), reducer_threads()
-    Reducer(build("int8"), group, overlap=False).all_reduce(buffer(layout, rank), layout)
     Reducer(build("int8"), group).state_dict()
-    return len(reducer_threads() - others)
+    made = [CONNECTIONS.get(group)]
+    first, second = [Reducer(each, group) for each in compressors]
+    for reducers in ((first, first), (first, second, second, first)):
+        begun = [reducer.begin_all_reduce(flat, layout) for reducer in reducers]
+        means = [handle.wait() for handle in begun]
+        made.append(CONNECTIONS.get(group))
+    return all(map(torch.equal, means, expected)), made[0] is None, made[1] is made[2], len(made[1].sockets) > 0
 
 
-def test_no_thread_starts_without_need(world):
-    assert world(2).run(without_overlap) == [0, 0]
+def test_reducers_of_a_group_share_connections_and_open_none_without_need(world):
+    assert world(2).run(shared) == [(True, True, True, True)] * 2
 
 
 @pytest.mark.parametrize(

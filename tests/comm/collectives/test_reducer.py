@@ -13,7 +13,8 @@ import torch
 from gradwire.base.errors import BadInput, NonFiniteGradient, RunFault
 from gradwire.comm.closed_forms import raw_bytes
 from gradwire.comm.collectives import METER, Exempt, Layout, Reducer, ops, state
-from gradwire.comm.collectives.algorithms import Ranks, exchange
+from gradwire.comm.collectives.algorithms import exchange
+from gradwire.comm.collectives.queue import run
 from gradwire.comm.collectives.reducer import ALGORITHMS, check_options
 from gradwire.comm.compressors import available, build
 from gradwire.comm.compressors.base import Compressor, numel
@@ -630,7 +631,7 @@ def metered(rank, world, group):
     gathered = ops.all_gather(torch.tensor([rank, rank + 10]))
     sent = ops.broadcast(torch.full((5,), float(rank)), source=1)
     parts = torch.full((sum(range(world)) + world,), rank, dtype=torch.uint8)  # d + 1 bytes for rank d
-    received = ops.all_to_all(parts, [d + 1 for d in range(world)], [rank + 1] * world)
+    received = ops.begin_all_to_all(parts, [d + 1 for d in range(world)], [rank + 1] * world).wait()
     costs = {key: (cost.bytes, cost.calls, cost.seconds > 0) for key, cost in METER.totals.items()}
     return total, top, gathered, sent, received, costs
 
@@ -651,29 +652,32 @@ def test_every_operation_is_right_and_counted(world, size):
         assert sum(result[-1][key][0] for result in results) == raw_bytes("all_reduce", numbers, size)
 
 
-def in_bulk(rank, world, group):
-    """Every rank sends ``3 * LARGEST + 7 * to + rank`` bytes of its own to rank ``to``, at once and in messages.
-
-    Then it sends the same ``3 * LARGEST + 7`` bytes to all.
-    """
-    sizes = [[3 * ops.LARGEST + 7 * to + of for to in range(world)] for of in range(world)]
+def in_parts(rank, world, group):
+    """Every rank sends ``7 * to + 3 * rank`` bytes and more of its own to rank ``to``, and some to all: in messages."""
+    sizes = [[ops.LARGEST // 8 + 7 * to + 3 * of for to in range(world)] for of in range(world)]
     x = torch.randint(0, 256, (sum(sizes[rank]),), dtype=torch.uint8, generator=torch.Generator().manual_seed(rank))
     mine = [row[rank] for row in sizes]
-    parts = [ops.all_to_all(x, sizes[rank], mine, bulk=bulk) for bulk in (False, True)]
-    return parts, [ops.all_gather(x[: 3 * ops.LARGEST + 7], bulk=bulk) for bulk in (False, True)]
+    begun = [ops.begin_all_to_all(x, sizes[rank], mine, parts=parts) for parts in (1, 3)]
+    ops.LARGEST, largest = 1000, ops.LARGEST
+    try:
+        begun.append(ops.begin_all_gather(x[:4321].view(-1, 29)))
+    finally:
+        ops.LARGEST = largest
+    begun.append(ops.begin_all_gather(x[:4321].view(-1, 29)))
+    return [len(pending.works) for pending in begun], [pending.wait() for pending in begun]
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_large_parts_arrive_alike_in_one_message_and_in_many(world, size):
-    for parts, gathered in world(size).run(in_bulk):
-        assert torch.equal(*parts)
-        assert torch.equal(*gathered)
-        assert len(gathered[0]) == size
+def test_large_messages_arrive_alike_in_one_part_and_in_several(world, size):
+    for parts, (whole, split, in_five, gathered) in world(size).run(in_parts):
+        assert parts == [1, 3, 5, 1]
+        assert torch.equal(whole, split)
+        assert torch.equal(in_five, gathered) and gathered.shape == (size, 149, 29)
 
 
 def nothing_to_exchange(rank, world, group):
     empty = [[]] * world
-    return exchange(torch.empty(0, dtype=torch.uint8), empty, empty, empty, Ranks(group, world, rank, METER))[1]
+    return run(exchange(torch.empty(0, dtype=torch.uint8), empty, empty, empty, METER), group)[1]
 
 
 def test_an_exchange_of_nothing(world):

@@ -12,7 +12,6 @@ from torch import nn
 from gradwire.base.errors import RunFault
 from gradwire.comm.collectives import Reducer, ops
 from gradwire.comm.collectives.meter import Meter
-from gradwire.comm.collectives.ops import BULK
 from gradwire.comm.collectives.simulated import SIMULATED, simulate, simulated
 from gradwire.comm.parallel import optimizers, wrap
 from gradwire.comm.parallel.optimizers.diloco import DiLoCo
@@ -34,15 +33,15 @@ def collectives(rank, world, group):
             results["gathered", size, dtype] = ops.all_gather(x, meter=meter)
             results["sent", size, dtype] = ops.broadcast(x.clone(), world - 1, meter=meter)
     results["long"] = digest(data(ops.all_reduce(torch.randn(LONG, generator=draws), meter=meter)))
-    for size in (*SIZES, BULK):
+    for size in (*SIZES, 2**16):
         x = torch.randn(world, size, generator=draws, dtype=torch.float64)
-        results["row", size] = ops.reduce_scatter(x, meter=meter)
+        results["row", size] = ops.begin_reduce_scatter(x, meter=meter).wait()
         sizes = [[size + 3 * source + 5 * target for target in range(world)] for source in range(world)]
         parts, coming = sizes[rank], [row[rank] for row in sizes]
         content = torch.randint(256, (sum(parts),), generator=draws, dtype=torch.uint8)
-        for bulk in (False, True):
-            results["exchanged", size, bulk] = ops.all_to_all(content, parts, coming, meter=meter, bulk=bulk)
-    results["pending"] = ops.all_reduce_async(torch.full((3,), rank + 0.1), meter=meter).wait()
+        results["exchanged", size] = ops.begin_all_to_all(content, parts, coming, meter=meter).wait()
+    pending = [ops.begin_all_reduce(torch.full((3,), rank + i / 10), meter=meter) for i in (1, 2)]
+    results |= {("pending", i): pending[i].wait() for i in (1, 0)}
     results["objects"] = ops.gather_objects({"rank": rank, "text": "x" * rank}, meter=meter)
     costs = {key: (cost.bytes, cost.calls) for key, cost in meter.totals.items()}
     return results, costs, (dist.get_rank(), dist.get_world_size(), simulated(group))

@@ -5,16 +5,16 @@ Definitions, per rank and step. A step is the part of its ``ProfilerStep#N`` ann
 the step. Training ends a step by reading a number from the device, so a step includes its device work.
 
 - **communication**, by op: on gloo, from the call that issues a collective until gloo completes it; on NCCL, its
-  kernels. The package's own ranges ``gradwire/<purpose>/<op>`` (start to wait) also count, except with NCCL, where they
-  time the launch. A collective inside such a range counts under the range's op. Communication includes waiting for
-  slower ranks and the small all-reduces of the loss. At world size 1 it is zero. Ops may run concurrently, so their
-  times may add up to more than the communication time.
+  kernels. The package's own ranges ``gradwire/<purpose>/<op>`` (the call, and the wait) also count, except with NCCL,
+  where they time the launch. A collective inside such a range counts under the range's op. Communication includes
+  waiting for slower ranks and the small all-reduces of the loss. At world size 1 it is zero. Ops may run concurrently,
+  so their times may add up to more than the communication time.
 - **encode, decode** of gradients: the ranges ``gradwire/codec/…``, timed on the device if there is one; the ranges
   ``gradwire/parameters/…`` together are the **parameter codec**.
 - **payload**: the ranges ``gradwire/payload/<op>``, timed likewise; the meter calls this communication.
 - **compute**: kernels other than NCCL's if the rank has a device, else CPU ops of the thread that trains, excluding
   those inside the package's ranges, calls and collectives on the same thread or stream. Codec work is therefore not
-  compute and hides nothing, nor do the other threads of a rank, such as the one that reduces gradients.
+  compute and hides nothing, nor do the other threads of a rank, such as those that read data.
 - **transfer**: communication without waiting for ranks that call late (`transfer_ms`).
 - **overlap** = compute ∩ communication; **exposed** = communication − compute; **idle**: none of these (Python, the
   autograd engine, data loading).
@@ -226,7 +226,7 @@ def activity(trace: Trace) -> Activity:
     if trace.kernels or trace.nccl:
         lanes, ranges, foreign = trace.kernels, trace.device_ranges, trace.device_ranges
     else:
-        trains = {step.lane for step in trace.steps}  # other threads reduce gradients, or read data
+        trains = {step.lane for step in trace.steps}  # other threads send, or read data
         lanes = {lane: cover for lane, cover in trace.ops.items() if lane in trains}
         ranges, foreign = trace.ranges, [*trace.ranges, *trace.calls, *trace.gloo]
     gradients = [span for span in ranges if span.purpose != "parameters"]

@@ -256,5 +256,5 @@ def _blocks(reduction: Reduced, group: ops.Group) -> Iterator[tuple[Tensor, Tens
         real[layout.place_in_row(piece)] = True
     for start in range(0, layout.row_numel, BLOCK):
         block = slice(start, start + BLOCK)
-        exact = ops.reduce_scatter(rows[:, block].to(torch.float64).contiguous(), group).div_(world)
+        exact = ops.begin_reduce_scatter(rows[:, block].to(torch.float64).contiguous(), group).wait().div_(world)
         yield exact[real[block]], delivered[block][real[block]].to(torch.float64)

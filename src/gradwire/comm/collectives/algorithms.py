@@ -1,7 +1,8 @@
 """Algorithms that average a flat gradient buffer over the ranks: `Exchange`, `Gather` and `Native`.
 
 Encodings travel in one message per pair of ranks (`exchange`). Both sides know an encoding's size in advance, unless it
-depends on the data; only such sizes are sent, before the data.
+depends on the data; only such sizes are sent, before the data. A mean is a `Task`: a generator that yields collectives,
+and goes on with their results.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,25 +22,25 @@ from gradwire.comm.collectives import ops
 from gradwire.comm.collectives.codec import Codec, counted
 from gradwire.comm.collectives.layout import FLOAT32, Kind, Layout, Piece, Plan, Sizes
 from gradwire.comm.collectives.meter import Meter
+from gradwire.comm.collectives.queue import Request, Task
 from gradwire.comm.compressors.base import Compressor
 from gradwire.comm.compressors.feedback import Feedback
 from gradwire.comm.compressors.rounds import Ask, Context, Rounds, State
 from gradwire.comm.compressors.segments import Segments
 
 T = TypeVar("T")
+Fused: TypeAlias = tuple[Request, Callable[[Tensor], list[Tensor]]]  # a collective of several tensors, and their parts
 
 
 class Ranks(NamedTuple):
     """A process group from the view of one rank.
 
     Attributes:
-        group: The process group; None is the default group.
         world: Number of ranks.
         rank: This rank.
         meter: Counts the bytes of the reduction.
     """
 
-    group: ops.Group
     world: int
     rank: int
     meter: Meter
@@ -57,11 +59,11 @@ class Algorithm(ABC):
         self.ranks = ranks
 
     @abstractmethod
-    def mean_of_row(self, flat: Tensor, layout: Layout) -> Tensor:
+    def mean_of_row(self, flat: Tensor, layout: Layout) -> Task[Tensor]:
         """Return this rank's row of the mean: float32 [row_numel]; padding is 0."""
 
     @abstractmethod
-    def mean_everywhere(self, flat: Tensor, layout: Layout) -> Tensor:
+    def mean_everywhere(self, flat: Tensor, layout: Layout) -> Task[Tensor]:
         """Return the mean, bit-equal on all ranks: float32 [numel]; padding is 0."""
 
     @abstractmethod
@@ -75,7 +77,7 @@ class Exchange(Algorithm):
     An all-reduce then sends each owner's means to all ranks, encoded again or as float32. Works with every compressor.
     """
 
-    def mean_of_row(self, flat: Tensor, layout: Layout) -> Tensor:
+    def mean_of_row(self, flat: Tensor, layout: Layout) -> Task[Tensor]:
         """Encode all rows and send them to their owners; decode and average this rank's row."""
         codec, ranks = self.codec, self.ranks
         plan = codec.plan(layout, "scatter")
@@ -83,20 +85,22 @@ class Exchange(Algorithm):
         with ranks.meter.span("encode", "codec", device=flat.device):
             message, lengths = codec.encode(flat, plan.whole, "scatter", lambda row: int(row != ranks.rank))
         sizes = plan.whole.sizes
-        incoming, lengths = exchange(message, lengths, sizes, [*row.sizes] * ranks.world, ranks, bulk=bulk(sizes))
+        incoming, lengths = yield from exchange(
+            message, lengths, sizes, [*row.sizes] * ranks.world, ranks.meter, parts=parts_of(sizes, flat.device)
+        )
         with ranks.meter.span("decode", "codec", device=flat.device):
             mean = torch.zeros(layout.row_numel, dtype=torch.float32, device=flat.device)
             row.decode(incoming, lengths, mean, "zero")  # summed in rank order
             return mean.div_(ranks.world)
 
-    def mean_everywhere(self, flat: Tensor, layout: Layout) -> Tensor:
+    def mean_everywhere(self, flat: Tensor, layout: Layout) -> Task[Tensor]:
         """Reduce-scatter, then gather the means; all ranks use the decoded values, the owner too."""
         codec, ranks = self.codec, self.ranks
-        mean = self.mean_of_row(flat, layout)
-        plan = codec.plan(layout, "gather")
+        plan = codec.plan(layout, "gather")  # of this step; a later one may have begun when the rows are there
+        mean = yield from self.mean_of_row(flat, layout)
         with ranks.meter.span("encode", "codec", device=flat.device):
             message, lengths = codec.encode(mean, plan.rows[ranks.rank], "gather", lambda _: ranks.world - 1)
-        incoming, lengths = gather_rows(message, lengths, plan, ranks)
+        incoming, lengths = yield from gather_rows(message, lengths, plan, ranks)
         with ranks.meter.span("decode", "codec", device=flat.device):
             full = layout.empty(mean.device)
             plan.whole.decode(incoming, lengths, full, "blank")
@@ -119,11 +123,12 @@ class Gather(Algorithm):
     models so small that latency dominates. Meant for all-reduces; a reduce-scatter discards all rows but this rank's.
     """
 
-    def mean_of_row(self, flat: Tensor, layout: Layout) -> Tensor:
+    def mean_of_row(self, flat: Tensor, layout: Layout) -> Task[Tensor]:
         """All-reduce, and return this rank's row."""
-        return layout.in_rows(self.mean_everywhere(flat, layout))[self.ranks.rank].clone()
+        mean = yield from self.mean_everywhere(flat, layout)
+        return layout.in_rows(mean)[self.ranks.rank].clone()
 
-    def mean_everywhere(self, flat: Tensor, layout: Layout) -> Tensor:
+    def mean_everywhere(self, flat: Tensor, layout: Layout) -> Task[Tensor]:
         """Encode everything, gather, decode and average, summed in rank order."""
         codec, ranks = self.codec, self.ranks
         table = codec.plan(layout, "scatter").undivided
@@ -132,13 +137,14 @@ class Gather(Algorithm):
         lengths = joined(by_row) * ranks.world
         if table.total is None:
             sizes = joined(table.sizes) * ranks.world
-            incoming, lengths = exchange(torch.cat([message] * ranks.world), lengths, sizes, sizes, ranks)
+            incoming, lengths = yield from exchange(
+                torch.cat([message] * ranks.world), lengths, sizes, sizes, ranks.meter
+            )
         else:
-            bulky = message.numel() > ops.BULK
-            incoming = ops.all_gather(message, ranks.group, "payload", ranks.meter, bulk=bulky).view(-1)
+            [incoming] = yield [partial(ops.begin_all_gather, message, purpose="payload", meter=ranks.meter)]
         with ranks.meter.span("decode", "codec", device=flat.device):
             mean = layout.empty(flat.device)
-            table.decode(incoming, lengths, mean, "zero")
+            table.decode(incoming.view(-1), lengths, mean, "zero")
             return mean.div_(ranks.world)
 
     def closed_form(self, layout: Layout, kind: Kind) -> int | None:
@@ -231,7 +237,7 @@ class Talk(NamedTuple):
     Attributes:
         group: The group.
         rounds: The compressor's generator.
-        x: This rank's values, with residuals added: float32 [parameters, numel].
+        x: This rank's values, with residuals added, in the place of those: float32 [parameters, numel].
         bad: Whether a parameter's gradient is not finite: uint8 [parameters].
         feedbacks: Each parameter's error feedback.
         residual: Their residuals, as x.
@@ -255,10 +261,11 @@ class Native(Algorithm):
     All parameters advance together; their requests of one round with the same operation and dtype share a collective.
     """
 
-    def mean_of_row(self, flat: Tensor, layout: Layout) -> Tensor:
+    def mean_of_row(self, flat: Tensor, layout: Layout) -> Task[Tensor]:
         """Return this rank's row; if a compressor reduces by rows, only that part is summed."""
+        means = yield from self._means(flat, layout, "reduce_scatter")
         out = torch.zeros(layout.row_numel, dtype=torch.float32, device=flat.device)
-        for group, mean in self._means(flat, layout, "reduce_scatter"):
+        for group, mean in means:
             mine = group.in_row(self.ranks.rank)
             first = mine.start if mean.numel() == mine.stop - mine.start else 0  # that part, or all
             for run in group.runs:
@@ -267,12 +274,12 @@ class Native(Algorithm):
                     out[start : start + run.numel] = mean[run.first - first : run.first - first + run.numel]
         return out
 
-    def mean_everywhere(self, flat: Tensor, layout: Layout) -> Tensor:
+    def mean_everywhere(self, flat: Tensor, layout: Layout) -> Task[Tensor]:
         """Return the whole buffer."""
-        means = self._means(flat, layout, "all_reduce")
+        means = yield from self._means(flat, layout, "all_reduce")
         if len(means) == 1 and means[0][0].is_buffer(layout.numel):
             return means[0][1]
-        out = torch.zeros(layout.numel, dtype=torch.float32, device=flat.device)
+        out = layout.empty(flat.device)
         for group, mean in means:
             for run in group.runs:
                 out[run.start : run.start + run.numel] = mean[run.first : run.first + run.numel]
@@ -311,7 +318,7 @@ class Native(Algorithm):
             for (compressor, feedback, joined, _), parameters in together.items()
         ]
 
-    def _means(self, flat: Tensor, layout: Layout, kind: Kind) -> list[tuple[Group, Tensor]]:
+    def _means(self, flat: Tensor, layout: Layout, kind: Kind) -> Task[list[tuple[Group, Tensor]]]:
         """Return every group's mean as a vector: whole, or this rank's part if its compressor reduces by rows."""
         batches = self.codec.plan(layout, "scatter").whole.batches
         if not batches:
@@ -323,7 +330,7 @@ class Native(Algorithm):
             waiting = {i: next(talk.rounds) for i, talk in enumerate(talks)}
         means: dict[int, Tensor] = {}
         while waiting:
-            answers = self._answers(talks, waiting, kind)
+            answers = yield from self._answers(talks, waiting, kind)
             waiting = {}
             with self.ranks.meter.span("encode", "codec", device=flat.device):
                 for i, answer in answers.items():
@@ -347,7 +354,7 @@ class Native(Algorithm):
             residual = kept.derive(key, lambda: x.new_zeros(shape)) if in_place else x.new_zeros(shape)
             for feedback, part in zip(feedbacks, residual, strict=True):
                 feedback.open(part)
-            x = residual + x
+            x = residual.add_(x)  # until `_update` puts the new ones there
         bad = compressor.rows_not_representable(x).to(torch.uint8)
         codec.note(bad.amax(0, keepdim=True))
         codec.counts.update(kept.derive(("counts", number), lambda: group.counts))
@@ -374,42 +381,49 @@ class Native(Algorithm):
             return
         sent = sent.reshape(talk.x.shape)
         bad = talk.bad | FLOAT32.rows_not_representable(sent)  # what PowerSGD sends depends on the other ranks too
-        torch.sub(talk.x, sent, out=talk.residual).masked_fill_(bad.to(torch.bool)[:, None], 0)
+        talk.residual.sub_(sent)
+        if bad.device.type != "cpu" or bad.any():  # a pass over all values; on a GPU asking would wait
+            talk.residual.masked_fill_(bad.to(torch.bool)[:, None], 0)
         for feedback, error, flag in zip(talk.feedbacks, talk.residual, bad.split(1), strict=True):
             feedback.close(error, flag)
         self.codec.note_dropped(bad.sum(0, keepdim=True))
 
-    def _answers(self, talks: Sequence[Talk], asks: dict[int, Ask], kind: Kind) -> dict[int, Tensor]:
+    def _answers(self, talks: Sequence[Talk], asks: dict[int, Ask], kind: Kind) -> Task[dict[int, Tensor]]:
         """Return the answers to the groups' requests, with one collective per operation and dtype."""
         alike: defaultdict[tuple[str, torch.dtype, bool], list[int]] = defaultdict(list)
         for i, ask in asks.items():
             alike[ask.op, ask.tensor.dtype, ask.rows and kind == "reduce_scatter"].append(i)
-        answers: dict[int, Tensor] = {}
+        fused = []
         for (op, _, by_row), members in alike.items():
             tensors = [asks[i].tensor for i in members]
             if by_row:
-                received = self._sum_rows([talks[i].group for i in members], tensors)
+                fused.append(self._sum_rows([talks[i].group for i in members], tensors))
             else:
-                received = self._fused(op, tensors, spare=asks[members[0]].spare)
-            answers.update(zip(members, received, strict=True))
+                fused.append(self._fused(op, tensors, spare=asks[members[0]].spare))
+        results = yield [request for request, _ in fused]
+        answers: dict[int, Tensor] = {}
+        for members, (_, parts_of), result in zip(alike.values(), fused, results, strict=True):
+            answers.update(zip(members, parts_of(result), strict=True))
         return answers
 
-    def _fused(self, op: str, tensors: Sequence[Tensor], spare: bool) -> list[Tensor]:
+    def _fused(self, op: str, tensors: Sequence[Tensor], spare: bool) -> Fused:
         """Reduce tensors in one collective; or gather them, each to [world, ...]."""
-        group, world, _, meter = self.ranks
         alone = spare and len(tensors) == 1  # may be reduced in place
-        fused = tensors[0].view(-1) if alone else torch.cat([tensor.reshape(-1) for tensor in tensors])
-        leading: tuple[int, ...] = ()
-        if op == "gather":
-            fused, leading = ops.all_gather(fused, group, "payload", meter), (world,)
-        else:
-            ops.all_reduce(fused, op, group, "payload", meter)
-        answers = fused.split([tensor.numel() for tensor in tensors], dim=-1)
-        return [answer.reshape(*leading, *tensor.shape) for answer, tensor in zip(answers, tensors, strict=True)]
+        vector = tensors[0].view(-1) if alone else torch.cat([tensor.reshape(-1) for tensor in tensors])
+        shapes = [tensor.shape for tensor in tensors]
 
-    def _sum_rows(self, groups: Sequence[Group], tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Reduce-scatter tensors in one collective, padded to the longest row; return this rank's parts as vectors."""
-        group, world, rank, meter = self.ranks
+        def parts_of(result: Tensor) -> list[Tensor]:
+            parts = result.split([shape.numel() for shape in shapes], dim=-1)
+            return [part.reshape(*part.shape[:-1], *shape) for part, shape in zip(parts, shapes, strict=True)]
+
+        counted: dict[str, Any] = {"purpose": "payload", "meter": self.ranks.meter}
+        if op == "gather":
+            return partial(ops.begin_all_gather, vector, **counted), parts_of
+        return partial(ops.begin_all_reduce, vector, op, **counted), parts_of
+
+    def _sum_rows(self, groups: Sequence[Group], tensors: Sequence[Tensor]) -> Fused:
+        """Reduce-scatter tensors in one collective, padded to the longest row, to this rank's parts as vectors."""
+        world, rank = self.ranks.world, self.ranks.rank
         places = [[of.in_row(row) for of in groups] for row in range(world)]
         numels = [[place.stop - place.start for place in row] for row in places]
         longest = max(map(sum, numels))
@@ -419,8 +433,8 @@ class Native(Algorithm):
             buffer[row, : sum(numels[row])] = torch.cat(parts)
         lacking = sum(longest - sum(row) for index, row in enumerate(numels) if index != rank)
         self.codec.counts["padding"] += lacking * buffer.element_size()
-        received = ops.reduce_scatter(buffer, group, "payload", meter)
-        return list(received[: sum(numels[rank])].split(numels[rank]))
+        request = partial(ops.begin_reduce_scatter, buffer, purpose="payload", meter=self.ranks.meter)
+        return request, lambda result: list(result[: sum(numels[rank])].split(numels[rank]))
 
 
 ALGORITHMS: dict[str, type[Algorithm]] = {"exchange": Exchange, "gather": Gather, "native": Native}
@@ -439,7 +453,7 @@ def whole(pieces: tuple[Piece, ...]) -> Piece:
 
 def gather_rows(
     message: Tensor, lengths: Sequence[Sequence[int]], plan: Plan, ranks: Ranks, purpose: str = "payload"
-) -> tuple[Tensor, list[list[int]]]:
+) -> Task[tuple[Tensor, list[list[int]]]]:
     """Send the encodings of this rank's row to all ranks, and receive those of all rows.
 
     Args:
@@ -454,7 +468,9 @@ def gather_rows(
     """
     sizes, copies = plan.whole.sizes, torch.cat([message] * ranks.world)
     known = [*plan.rows[ranks.rank].sizes] * ranks.world
-    incoming, by_row = exchange(copies, [*lengths] * ranks.world, known, sizes, ranks, purpose, bulk=bulk(sizes))
+    incoming, by_row = yield from exchange(
+        copies, [*lengths] * ranks.world, known, sizes, ranks.meter, purpose, parts=parts_of(sizes, message.device)
+    )
     return incoming, joined(by_row)
 
 
@@ -468,11 +484,10 @@ def exchange(
     lengths_out: Sequence[Sequence[int]],
     sizes_out: Sizes,
     sizes_in: Sizes,
-    ranks: Ranks,
+    meter: Meter,
     purpose: str = "payload",
-    *,
-    bulk: bool = False,
-) -> tuple[Tensor, list[list[int]]]:
+    parts: int = 1,
+) -> Task[tuple[Tensor, list[list[int]]]]:
     """Send each rank its encodings and receive those from each rank.
 
     All ranks must agree on whether sizes are sent, so the two tables together cover every encoding of the exchange.
@@ -482,19 +497,21 @@ def exchange(
         lengths_out: For each rank, the bytes of its encodings.
         sizes_out: The same as the receivers know them; None where they depend on the data.
         sizes_in: The sizes of incoming encodings that this rank knows; None for the others.
-        ranks: The participating ranks.
-        purpose: The purpose that the bytes are counted for.
-        bulk: See `ops.all_to_all`.
+        meter: The meter that counts the bytes.
+        purpose: The purpose that they are counted for.
+        parts: Messages per pair of ranks; see `ops.begin_all_to_all`.
 
     Returns:
         The encodings from each rank, in rank order: uint8 vector; and for each rank, the bytes of its encodings.
     """
+    counted: dict[str, Any] = {"purpose": purpose, "meter": meter}
     if any(size is None for sizes in (*sizes_out, *sizes_in) for size in sizes):
-        lengths_in = swap_sizes(lengths_out, sizes_out, sizes_in, message.device, ranks, purpose)
+        lengths_in = yield from swap_sizes(lengths_out, sizes_out, sizes_in, message.device, counted)
     else:
         lengths_in = [[size for size in sizes if size is not None] for sizes in sizes_in]
     totals_out, totals_in = ([sum(row) for row in lengths] for lengths in (lengths_out, lengths_in))
-    return ops.all_to_all(message, totals_out, totals_in, ranks.group, purpose, ranks.meter, bulk=bulk), lengths_in
+    [incoming] = yield [partial(ops.begin_all_to_all, message, totals_out, totals_in, parts=parts, **counted)]
+    return incoming, lengths_in
 
 
 def swap_sizes(
@@ -502,27 +519,21 @@ def swap_sizes(
     sizes_out: Sizes,
     sizes_in: Sizes,
     device: torch.device,
-    ranks: Ranks,
-    purpose: str,
-) -> list[list[int]]:
+    counted: dict[str, Any],
+) -> Task[list[list[int]]]:
     """Send the lengths that are None in ``sizes_out`` (int64 each), and return ``sizes_in`` with its None filled in."""
     unknown_out = [
         [length for length, size in zip(lengths, sizes, strict=True) if size is None]
         for lengths, sizes in zip(lengths_out, sizes_out, strict=True)
     ]
     table = torch.tensor([length for row in unknown_out for length in row], dtype=torch.int64, device=device)
-    received = ops.all_to_all(
-        table.view(torch.uint8),
-        [8 * len(row) for row in unknown_out],
-        [8 * sum(size is None for size in row) for row in sizes_in],
-        ranks.group,
-        purpose,
-        ranks.meter,
-    )
+    bytes_out = [8 * len(row) for row in unknown_out]
+    bytes_in = [8 * sum(size is None for size in row) for row in sizes_in]
+    [received] = yield [partial(ops.begin_all_to_all, table.view(torch.uint8), bytes_out, bytes_in, **counted)]
     lengths = iter(received.view(torch.int64).tolist())
     return [[next(lengths) if size is None else size for size in row] for row in sizes_in]
 
 
-def bulk(sizes: Sizes) -> bool:
-    """Return whether messages between two ranks are large on average; all ranks know all sizes, so they agree."""
-    return sum(size or 0 for row in sizes for size in row) > len(sizes) * ops.BULK
+def parts_of(sizes: Sizes, device: torch.device) -> int:
+    """Return the messages between two ranks, by the mean of their sizes; all ranks know all of these, so they agree."""
+    return ops.parts_of(sum(size or 0 for row in sizes for size in row) // len(sizes), device)

@@ -21,6 +21,7 @@ from gradwire.comm.closed_forms import FLOAT32_BYTES
 from gradwire.comm.collectives.layout import Kind, Layout
 from gradwire.comm.collectives.meter import METER, Cost, Meter
 from gradwire.comm.collectives.ops import nbytes
+from gradwire.comm.collectives.queue import Handle
 from gradwire.comm.collectives.reducer import Given, Reducer
 from gradwire.comm.compressors import as_compressor, build
 from gradwire.comm.compressors.base import Compressor, Quantizer
@@ -193,21 +194,16 @@ class CompressedGroup(dist.ProcessGroup):
         if rest[0]:
             self._count(op, *rest)
             works.append(exact(*rest))
-        if len(works) == 1:
-            return works[0]
-        return FutureWork(torch.futures.collect_all([work.get_future() for work in works]))
+        return works[0] if len(works) == 1 else Several(works)
 
     def _mean(self, kind: Kind, scale: int, output: Tensor, given: Tensor) -> dist.Work:
         """Begin to reduce a tensor to ``scale`` times the mean."""
-        future = torch.futures.Future[list[Tensor]]()
 
         def deliver(mean: Tensor) -> None:
             output.detach().copy_(mean.mul_(scale).view(output.shape))
-            future.set_result([output])
 
         begin = self._reducer.begin_all_reduce if kind == "all_reduce" else self._reducer.begin_reduce_scatter
-        begin(given.reshape(-1), layout_of(kind, given.numel(), self.size()), deliver).if_failed(future.set_exception)
-        return FutureWork(future.then(lambda done: done.value()))  # what `then` returns fails in C++ too
+        return Reduction(begin(given.reshape(-1), layout_of(kind, given.numel(), self.size()), deliver), output)
 
     def _gather(self, coder: Compressor, options: Any, gathered: Tensor, row: Tensor) -> dist.Work:
         """Begin to gather the encodings of a tensor; values that are not finite arrive as such."""
@@ -228,6 +224,46 @@ class CompressedGroup(dist.ProcessGroup):
         """Count a call that passes its tensors as they are."""
         self._calls[op] += 1
         self._bytes[op] += max(map(total_nbytes, given))
+
+
+class Reduction(dist.Work):
+    """A reduction to a mean, which goes on in `wait`."""
+
+    def __init__(self, handle: Handle, output: Tensor) -> None:
+        super().__init__()
+        self._handle = handle
+        self._output = output
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait for the mean; raise what the reduction raised. The group's timeout holds, not this one."""
+        self._handle.wait()
+        return True
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Wait, and return a future that has the result: a reduction does not go on while its caller waits for one."""
+        future = torch.futures.Future[list[Tensor]]()
+        try:
+            self._handle.wait()
+            future.set_result([self._output])
+        except Exception as error:
+            future.set_exception(error)
+        return future.then(lambda done: done.value())  # what `then` returns fails in C++ too
+
+
+class Several(dist.Work):
+    """Several collectives."""
+
+    def __init__(self, works: list[dist.Work]) -> None:
+        super().__init__()
+        self._works = works
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait for all; raise what one of them raised."""
+        return all(work.wait() for work in self._works)
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Return a future of all."""
+        return torch.futures.collect_all([work.get_future() for work in self._works])
 
 
 class FutureWork(dist.Work):

@@ -57,8 +57,8 @@ class Running(NamedTuple):
 class Meter:
     """Counts costs, also in its parent; threads may share it.
 
-    ``bytes`` are those that this rank sends to other ranks. ``seconds`` of CPU work are the host's, from start to the
-    end of the wait. ``seconds`` of GPU work are counted inside `measuring` only.
+    ``bytes`` are those that this rank sends to other ranks. ``seconds`` of CPU work are the host's, in calls and in
+    waits for them. ``seconds`` of GPU work are counted inside `measuring` only.
     """
 
     event = staticmethod(partial(torch.cuda.Event, enable_timing=True))
@@ -68,25 +68,16 @@ class Meter:
         self.totals: defaultdict[tuple[str, str], Cost] = defaultdict(Cost)
         self._lock = Lock()
         self._running: list[Running] | None = None  # GPU spans of a `measuring` that has not ended
-        self._listed: list[Cost] | None = None  # payload calls of a `listing` that has not ended
+        self.calls: list[Cost] | None = None  # of the payload, if they are listed, without seconds of GPU work
 
     def add(self, op: str, purpose: str, cost: Cost) -> None:
         """Count a cost here and in every ancestor."""
         with self._lock:
             self.totals[op, purpose] += cost
-        if self._listed is not None and purpose == "payload" and cost.calls:
-            self._listed.append(cost)
+        if self.calls is not None and purpose == "payload" and cost.calls:
+            self.calls.append(cost)
         if self.parent is not None:
             self.parent.add(op, purpose, cost)
-
-    @contextmanager
-    def listing(self) -> Iterator[list[Cost]]:
-        """Record the cost of every payload call in the context, in order, without seconds of GPU work."""
-        self._listed = listed = list[Cost]()
-        try:
-            yield listed
-        finally:
-            self._listed = None
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
@@ -107,11 +98,13 @@ class Meter:
     @contextmanager
     def span(
         self, op: str, purpose: str, sent: int = 0, *, device: torch.device = CPU, calls: int = 1
-    ) -> Iterator[None]:
+    ) -> Iterator[Cost]:
         """Time a call of ``op`` on ``device`` that sends ``sent`` bytes, and mark it for the profiler.
 
-        ``calls`` is 0 for waiting on a call that was already counted.
+        ``calls`` is 0 for waiting on a call that was already counted. The context's value is the cost, which is
+        complete when it ends.
         """
+        cost = Cost(sent, calls=calls)
         running = self._measured() if device.type == "cuda" else None
         if running is not None:
             first, last = self.event(), self.event()
@@ -119,13 +112,14 @@ class Meter:
         entered = time.perf_counter()
         with profiler_range(f"gradwire/{purpose}/{op}"):
             start = time.perf_counter()
-            yield
+            yield cost
             seconds = time.perf_counter() - start
-        around = time.perf_counter() - entered - seconds
+        if device.type == "cpu":
+            cost.seconds, cost.around = seconds, time.perf_counter() - entered - seconds
         if running is not None:
             last.record()
             running.append(Running(self, op, purpose, first, last))
-        self.add(op, purpose, Cost(sent, seconds, calls, around) if device.type == "cpu" else Cost(sent, calls=calls))
+        self.add(op, purpose, cost)
 
     def _measured(self) -> list[Running] | None:
         """Return the list for GPU spans of the nearest meter inside `measuring`, or None."""
@@ -187,11 +181,12 @@ class Traffic:
             self.counts.update(counts)
 
     @contextmanager
-    def reduction(self, expected: int | None) -> Iterator[None]:
-        """Count the collectives of one reduction, which sends ``expected`` bytes over all ranks."""
+    def reduction(self, expected: int | None) -> Iterator[Meter]:
+        """Count one reduction, which sends ``expected`` bytes over all ranks; the value is the meter of its calls."""
         self._expected = None if expected is None or self._expected is None else self._expected + expected
-        with self.meter.listing() as calls:
-            yield
+        meter = Meter(self.meter)
+        meter.calls = calls = list[Cost]()
+        yield meter
         if calls:
             calls.remove(max(calls, key=lambda cost: cost.bytes))
         self.add(extra_collectives=len(calls))

@@ -7,8 +7,9 @@ See `comm.collectives.meter` for ``purpose`` and the byte counts; the group None
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -17,14 +18,13 @@ from torch import Tensor
 
 from gradwire.base.errors import RunFault
 from gradwire.comm.closed_forms import rank_bytes, share
-from gradwire.comm.collectives.meter import METER, Meter
-from gradwire.comm.collectives.simulated import simulated
+from gradwire.comm.collectives.meter import METER, Cost, Meter
 
 Group: TypeAlias = dist.ProcessGroup | None
 
-BULK = 2**16  # bytes from which a part of an all-to-all between CPU ranks travels in several messages
-PARTS = 4  # messages of such a part at least: with fewer, one direction of a link waits for the other
-SMALLEST, LARGEST = 2**15, 2**18  # bytes of a message of several: each costs a tenth of a millisecond
+LARGEST = 2**20  # bytes of a message over gloo: the two directions of a link take turns with larger ones
+SLICE = timedelta(seconds=0.2)  # in which a wait notices a signal
+SLICE_OVER = "Operation timed out!"  # torch's message
 REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -50,16 +50,16 @@ def unlogged() -> Iterator[None]:
 
 
 @contextmanager
-def called(meter: Meter, op: str, purpose: str, sent: int = 0, **span: Any) -> Iterator[None]:
+def called(meter: Meter, op: str, purpose: str, sent: int = 0, **span: Any) -> Iterator[Cost]:
     """Meter a collective in the context; the error of one that times out has the remedy.
 
     Raises:
         RunFault: If another rank did not take part in time.
     """
-    with meter.span(op, purpose, sent, **span):
+    with meter.span(op, purpose, sent, **span) as cost:
         try:
             with unlogged():
-                yield
+                yield cost
         except RuntimeError as error:
             if "timed out" not in str(error).lower():
                 raise
@@ -69,69 +69,109 @@ def called(meter: Meter, op: str, purpose: str, sent: int = 0, **span: Any) -> I
             ) from error
 
 
+class Pending(NamedTuple):
+    """A collective that has begun.
+
+    Attributes:
+        result: Its result, not to be used before `wait`.
+        works: torch's handles, one for each part of the messages.
+        op: The operation.
+        purpose: The purpose that its cost is counted for.
+        meter: The meter that counts it.
+        cost: Its cost so far.
+        arrive: Called when all parts are there.
+        kept: The tensors that were passed; if gloo's thread were the last to free one, it would wait for Python's lock.
+    """
+
+    result: Tensor
+    works: Sequence[dist.Work]
+    op: str
+    purpose: str
+    meter: Meter
+    cost: Cost
+    arrive: Callable[[], object] = lambda: None
+    kept: object = None
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing is left to wait for."""
+        return all(work.is_completed() for work in self.works)
+
+    def wait(self, *, slices: bool = False) -> Tensor:
+        """Return the result, ready on the current stream; only the time of this wait is counted.
+
+        ``slices`` is for gloo's collectives: a signal such as an interrupt ends the wait.
+        """
+        with called(self.meter, self.op, self.purpose, device=self.result.device, calls=0) as cost:
+            for work in self.works:
+                if slices:
+                    wait_in_slices(work)
+                else:
+                    work.wait()
+            self.arrive()
+        self.cost.seconds += cost.seconds
+        return self.result
+
+
+def wait_in_slices(work: dist.Work) -> None:
+    """Wait for a collective of gloo, and give Python its turn to handle signals."""
+    while True:
+        try:
+            work.wait(SLICE)
+            return
+        except RuntimeError as error:
+            if work.is_completed() or SLICE_OVER not in str(error):
+                raise
+
+
+def begin_all_reduce(
+    x: Tensor, op: str = "sum", group: Group = None, purpose: str = "control", meter: Meter = METER
+) -> Pending:
+    """Begin an `all_reduce`; do not use ``x`` before ``wait`` of the returned `Pending`."""
+    world = dist.get_world_size(group)
+    sent = rank_bytes("all_reduce", nbytes(x), share(nbytes(x), world, rank_in(group)), world)
+    with called(meter, "all_reduce", purpose, sent, device=x.device) as cost:
+        work = dist.all_reduce(x, REDUCTIONS[op], group=group, async_op=True)
+    return Pending(x, [work], "all_reduce", purpose, meter, cost)
+
+
 def all_reduce(
     x: Tensor, op: str = "sum", group: Group = None, purpose: str = "control", meter: Meter = METER
 ) -> Tensor:
     """Reduce ``x`` over the ranks, in place; ``op`` is ``sum``, ``max`` or ``min``. Returns ``x``."""
-    _all_reduce(x, op, group, purpose, meter, async_op=False)
-    return x
+    return begin_all_reduce(x, op, group, purpose, meter).wait()
 
 
-class Pending(NamedTuple):
-    """An asynchronous all-reduce."""
-
-    x: Tensor
-    work: dist.Work
-    purpose: str
-    meter: Meter
-
-    def wait(self) -> Tensor:
-        """Return the reduced tensor, ready on the current stream; only the time of this wait is counted."""
-        with called(self.meter, "all_reduce", self.purpose, device=self.x.device, calls=0):
-            self.work.wait()
-        return self.x
-
-
-def all_reduce_async(
-    x: Tensor, op: str = "sum", group: Group = None, purpose: str = "control", meter: Meter = METER
-) -> Pending:
-    """Start an `all_reduce`; do not use ``x`` before ``wait`` of the returned `Pending`."""
-    return Pending(x, _all_reduce(x, op, group, purpose, meter, async_op=True), purpose, meter)
-
-
-def _all_reduce(x: Tensor, op: str, group: Group, purpose: str, meter: Meter, *, async_op: bool) -> Any:
-    world = dist.get_world_size(group)
-    sent = rank_bytes("all_reduce", nbytes(x), share(nbytes(x), world, rank_in(group)), world)
-    with called(meter, "all_reduce", purpose, sent, device=x.device):
-        return dist.all_reduce(x, REDUCTIONS[op], group=group, async_op=async_op)
-
-
-def all_gather(
-    x: Tensor, group: Group = None, purpose: str = "control", meter: Meter = METER, *, bulk: bool = False
-) -> Tensor:
-    """Stack every rank's ``x``, all of one shape, in rank order: ``[world, *x.shape]``.
-
-    ``bulk`` is for bytes (uint8, contiguous), as in `all_to_all`.
-    """
+def begin_all_gather(x: Tensor, group: Group = None, purpose: str = "control", meter: Meter = METER) -> Pending:
+    """Begin an `all_gather`."""
     world = dist.get_world_size(group)
     gathered = torch.empty((world, *x.shape), dtype=x.dtype, device=x.device)
-    with called(meter, "all_gather", purpose, (world - 1) * nbytes(x), device=x.device):
-        if bulk and x.device.type == "cpu" and not simulated(group):
-            _chunked([x.view(-1)] * world, list(gathered.view(world, -1)), group)
-        else:
-            dist.all_gather(list(gathered), x.contiguous(), group=group)
-    return gathered
+    with called(meter, "all_gather", purpose, (world - 1) * nbytes(x), device=x.device) as cost:
+        parts = parts_of(nbytes(x), x.device)
+        rows = [[*part] for part in gathered.view(world, x.numel()).tensor_split(parts, dim=1)]
+        given = x.contiguous().view(-1).tensor_split(parts)
+        works = [
+            dist.all_gather(of_ranks, part, group=group, async_op=True)
+            for of_ranks, part in zip(rows, given, strict=True)
+        ]
+    return Pending(gathered, works, "all_gather", purpose, meter, cost, kept=(rows, given))
 
 
-def reduce_scatter(x: Tensor, group: Group = None, purpose: str = "control", meter: Meter = METER) -> Tensor:
-    """Sum this rank's row of ``x`` over the ranks: ``[world, n]`` to ``[n]``, in the precision of ``x``."""
+def all_gather(x: Tensor, group: Group = None, purpose: str = "control", meter: Meter = METER) -> Tensor:
+    """Stack every rank's ``x``, all of one shape, in rank order: ``[world, *x.shape]``."""
+    return begin_all_gather(x, group, purpose, meter).wait()
+
+
+def begin_reduce_scatter(x: Tensor, group: Group = None, purpose: str = "control", meter: Meter = METER) -> Pending:
+    """Begin to sum this rank's row of ``x`` over the ranks: ``[world, n]`` to ``[n]``, in the precision of ``x``."""
     row = torch.empty(x.shape[1:], dtype=x.dtype, device=x.device)
-    with called(meter, "reduce_scatter", purpose, (x.shape[0] - 1) * nbytes(row), device=x.device):
-        dist.reduce_scatter_tensor(row, x.view(-1), group=group)
-    return row
+    given = x.view(-1)
+    with called(meter, "reduce_scatter", purpose, (x.shape[0] - 1) * nbytes(row), device=x.device) as cost:
+        work = dist.reduce_scatter_tensor(row, given, group=group, async_op=True)
+    return Pending(row, [work], "reduce_scatter", purpose, meter, cost, kept=given)
 
 
-def all_to_all(
+def begin_all_to_all(
     x: Tensor,
     sizes_out: Sequence[int],
     sizes_in: Sequence[int],
@@ -139,9 +179,9 @@ def all_to_all(
     purpose: str = "control",
     meter: Meter = METER,
     *,
-    bulk: bool = False,
-) -> Tensor:
-    """Send a part of ``x`` to each rank and receive one from each.
+    parts: int = 1,
+) -> Pending:
+    """Begin to send a part of ``x`` to each rank and to receive one from each.
 
     Args:
         x: Vector of bytes (uint8, contiguous), the parts in rank order.
@@ -150,44 +190,40 @@ def all_to_all(
         group: The ranks.
         purpose: The purpose that the bytes are counted for.
         meter: The meter that counts them.
-        bulk: Send in several messages, for parts of more than `BULK` bytes; must be equal on all ranks.
+        parts: Messages per pair of ranks, the same for all: see `parts_of`.
 
     Returns:
-        uint8 ``[sum(sizes_in)]``, the parts in rank order.
+        The collective, whose result is uint8 ``[sum(sizes_in)]``, the parts in rank order.
     """
     received = torch.empty(sum(sizes_in), dtype=x.dtype, device=x.device)
-    with called(meter, "all_to_all", purpose, x.numel() - sizes_out[rank_in(group)], device=x.device):
-        if bulk and x.device.type == "cpu" and not simulated(group):
-            _chunked(x.split(list(sizes_out)), received.split(list(sizes_in)), group)
-        else:
-            dist.all_to_all_single(received, x, list(sizes_in), list(sizes_out), group=group)
-    return received
+    sent = x.numel() - sizes_out[rank_in(group)]
+    coming, going = cut(received, sizes_in, parts), cut(x, sizes_out, parts)
+    arriving, leaving = [received], [x]
+    if parts > 1:
+        arriving, leaving = ([*map(torch.cat, messages)] for messages in (coming, going))
+    with called(meter, "all_to_all", purpose, sent, device=x.device) as cost:
+        works = [
+            dist.all_to_all_single(message, given, [*map(len, to)], [*map(len, of)], group=group, async_op=True)
+            for message, given, to, of in zip(arriving, leaving, coming, going, strict=True)
+        ]
+
+    def arrive() -> None:
+        for message, to in zip(arriving, coming, strict=True):
+            for place, part in zip(to, message.split([*map(len, to)]), strict=True):
+                place.copy_(part)
+
+    arrived = arrive if parts > 1 else lambda: None
+    return Pending(received, works, "all_to_all", purpose, meter, cost, arrived, kept=(arriving, leaving))
 
 
-def _chunked(outgoing: Sequence[Tensor], incoming: Sequence[Tensor], group: Group) -> None:
-    """All-to-all in small messages, so that both directions of a link are busy at once.
-
-    gloo's own sends one large message each way, often sequentially (benchmarks/strategies.md).
-    """
-    world, rank = dist.get_world_size(group), rank_in(group)
-    incoming[rank].copy_(outgoing[rank])
-    works = []
-    for shift in range(1, world):  # rank r starts with r + 1 and r - 1, so that no rank is the first peer of all
-        to, of = (rank + shift) % world, (rank - shift) % world
-        sends, receives = messages(outgoing[to]), messages(incoming[of])
-        for tag in range(max(len(sends), len(receives))):
-            if tag < len(sends) and sends[tag].numel():
-                works.append(dist.isend(sends[tag], group=group, group_dst=to, tag=tag))
-            if tag < len(receives) and receives[tag].numel():
-                works.append(dist.irecv(receives[tag], group=group, group_src=of, tag=tag))
-    for work in works:
-        assert work is not None
-        work.wait()
+def cut(x: Tensor, sizes: Sequence[int], parts: int) -> list[tuple[Tensor, ...]]:
+    """Cut each rank's part of a vector into messages; return those of all ranks that travel together."""
+    return [*zip(*(part.tensor_split(parts) for part in x.split(list(sizes))), strict=True)]
 
 
-def messages(part: Tensor) -> tuple[Tensor, ...]:
-    """Cut a part; the receiver, who knows its size, cuts alike."""
-    return part.split(min(LARGEST, max(SMALLEST, -(-part.numel() // PARTS))))
+def parts_of(size: int, device: torch.device) -> int:
+    """Return in how many messages of gloo so many bytes travel to a rank."""
+    return max(1, -(-size // LARGEST)) if device.type == "cpu" else 1
 
 
 def broadcast(

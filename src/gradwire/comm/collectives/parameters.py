@@ -19,6 +19,7 @@ from gradwire.comm.collectives.algorithms import Ranks, gather_rows
 from gradwire.comm.collectives.layout import FLOAT32, Layout, Plan
 from gradwire.comm.collectives.meter import METER, Meter
 from gradwire.comm.collectives.ops import Group
+from gradwire.comm.collectives.queue import run
 from gradwire.comm.compressors import build
 from gradwire.comm.compressors.base import Onto
 from gradwire.comm.compressors.reduction import encoding_of
@@ -43,7 +44,8 @@ class ParameterGather:
         self.encoding = encoding_of(encoding)
         self.compressor = build(self.encoding.method, **self.encoding.options)
         self._plans: WeakKeyDictionary[Layout, dict[bool, Plan]] = WeakKeyDictionary()
-        self.ranks = Ranks(group, dist.get_world_size(group), dist.get_rank(group), meter)
+        self.group = group
+        self.ranks = Ranks(dist.get_world_size(group), dist.get_rank(group), meter)
         self.raw = 0
 
     def plan(self, layout: Layout, exact: bool) -> Plan:
@@ -92,7 +94,7 @@ class ParameterGather:
                 flags = torch.zeros(len(batch.segments), dtype=torch.uint8, device=full.device)
                 batch.compressor.encode_many(row, batch.segments, message, flags=flags)
         lengths = [[size for size in sizes if size is not None] for sizes in table.sizes]
-        incoming, lengths = gather_rows(message, lengths, plan, self.ranks, "parameters")
+        incoming, lengths = run(gather_rows(message, lengths, plan, self.ranks, "parameters"), self.group)
         with meter.span("decode", "parameters", device=full.device):
             plan.whole.decode(incoming, lengths, full, onto)
 

@@ -1,8 +1,9 @@
-"""The queue of a reducer: reductions run in the order in which they were begun, while the caller goes on.
+"""The queue of a reducer: reductions begin in the order of the calls, and the caller goes on while gloo or NCCL sends.
 
-On the CPU a thread runs those of all reducers of a group, through a separate process group: a collective that another
-thread starts in between, such as FSDP's all-gather of parameters, cannot take the place of one of the queue's. With
-NCCL they are launched on a separate stream, and nothing waits on the host.
+On the CPU a reduction encodes at once and begins its first collective, in connections that nothing else uses: one that
+the caller starts in between, such as FSDP's all-gather of parameters, cannot take its place. What comes after that
+collective, such as decoding, runs in later calls of the caller. With NCCL reductions are launched on a separate stream,
+and nothing waits on the host.
 """
 
 from __future__ import annotations
@@ -11,37 +12,46 @@ import atexit
 import gc
 import os
 import socket
-import threading
 from collections import deque
-from collections.abc import Callable, Collection
-from concurrent.futures import Future
+from collections.abc import Callable, Generator
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
-from queue import SimpleQueue
-from threading import Event, Thread
-from typing import TypeAlias
-from weakref import WeakKeyDictionary, finalize
+from typing import NamedTuple, TypeAlias, TypeVar
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.comm.collectives.ops import Group
+from gradwire.comm.collectives.ops import Group, Pending
 from gradwire.comm.collectives.simulated import simulated
 from gradwire.comm.torch_internals import timeout_of
 
-Task: TypeAlias = Callable[[], Tensor]
-Item: TypeAlias = tuple["Future[Tensor]", Task, list[BaseException]]
+T = TypeVar("T")
+Request: TypeAlias = Callable[..., Pending]  # begins a collective of the ranks that ``group`` names
+Task: TypeAlias = Generator[list[Request], list[Tensor], T]  # yields collectives to run at once, and gets their results
 
-IDLE_S = 0.1  # seconds in which a thread without tasks ends
-ABORTED_S = 2.0  # seconds in which a thread ends whose collective was aborted; it may be encoding
+ABORTED = timedelta(seconds=2)  # in which a collective ends whose connections were closed
+
+
+def run(task: Task[T], group: Group) -> T:
+    """Run a task to its end; return what it returns."""
+    results: list[Tensor] | None = None
+    while True:
+        try:
+            requests = next(task) if results is None else task.send(results)
+        except StopIteration as end:
+            returned: T = end.value
+            return returned
+        results = [pending.wait() for pending in [request(group=group) for request in requests]]
 
 
 class Handle:
-    """A reduction that has begun."""
+    """A reduction that has run, or was launched before an event of its CUDA stream."""
 
-    def __init__(self, future: Future[Tensor], ready: torch.cuda.Event | None = None) -> None:
-        self._future = future
+    def __init__(self, mean: Tensor, ready: torch.cuda.Event | None = None) -> None:
+        self._mean = mean
         self._ready = ready
 
     def wait(self) -> Tensor:
@@ -50,22 +60,27 @@ class Handle:
         Raises:
             Exception: What the reduction, or one that began before it, raised.
         """
-        mean = self._future.result()
         if self._ready is not None:
-            stream = torch.cuda.current_stream(mean.device)
+            stream = torch.cuda.current_stream(self._mean.device)
             stream.wait_event(self._ready)
-            mean.record_stream(stream)
-        return mean
+            self._mean.record_stream(stream)
+        return self._mean
 
     def if_failed(self, call: Callable[[BaseException], object]) -> None:
         """Call a function with the error if the reduction fails or has failed."""
-        self._future.add_done_callback(lambda future: call(error) if (error := future.exception()) else None)
 
 
 class ReductionQueue:
-    """Runs a task in the thread that begins it, which waits; subclasses do not wait, and keep the order of `begin`."""
+    """Runs a task when it begins, to its end; subclasses do not wait, and keep the order of `begin`.
 
-    def begin(self, task: Task, flat: Tensor) -> Handle:
+    Args:
+        group: The ranks; None is the default group.
+    """
+
+    def __init__(self, group: Group = None) -> None:
+        self.group = group
+
+    def begin(self, task: Task[Tensor], flat: Tensor) -> Handle:
         """Run a task after all earlier ones.
 
         Args:
@@ -75,7 +90,10 @@ class ReductionQueue:
         Raises:
             Exception: What an earlier task raised in the meantime; without overlap what this one raises.
         """
-        return finished(task())
+        return Handle(run(task, self.group))
+
+    def go_on(self) -> None:
+        """Go on with tasks whose collectives are complete, without waiting."""
 
     def synchronize(self) -> None:
         """Wait for all tasks: on the host, or with the current CUDA stream.
@@ -88,95 +106,193 @@ class ReductionQueue:
 class StreamQueue(ReductionQueue):
     """Launches tasks on a separate CUDA stream."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, group: Group, device: torch.device) -> None:
+        super().__init__(group)
         self._stream = torch.cuda.Stream(device)
 
-    def begin(self, task: Task, flat: Tensor) -> Handle:
+    def begin(self, task: Task[Tensor], flat: Tensor) -> Handle:
         """Launch the task after the work of the current stream, which made ``flat``."""
         self._stream.wait_stream(torch.cuda.current_stream(flat.device))
         flat.record_stream(self._stream)
         with torch.cuda.stream(self._stream):
-            return finished(task(), self._stream.record_event)
+            return Handle(run(task, self.group), self._stream.record_event())
 
     def synchronize(self) -> None:
         """Make the current stream wait."""
         torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
 
-# Why: docs/decisions.md, "At exit a thread in mid-collective loses its connections".
-class WorkerThread(Thread):
-    """A thread that runs tasks until it gets None.
+class Running(Handle):
+    """A task that has begun in an `OverlappingQueue`.
 
-    It is a daemon, so that a process which fails or is interrupted does not wait for its collectives.
-
-    Args:
-        sockets: File descriptors of the connections that the tasks' collectives use.
+    Attributes:
+        pending: The collectives that it waits for.
     """
 
-    def __init__(self, sockets: Collection[int]) -> None:
-        super().__init__(name="gradwire-reducer", daemon=True)
-        self.items: SimpleQueue[Item | None] = SimpleQueue()
-        self.sockets = sockets
-        self.ready = Event()
+    def __init__(self, queue: OverlappingQueue, task: Task[Tensor]) -> None:
+        self.pending: list[Pending] = []
+        self._queue = queue
+        self._task: Task[Tensor] | None = task
+        self._error: BaseException | None = None
+        self._if_failed: list[Callable[[BaseException], object]] = []
 
-    def run(self) -> None:
-        """Compute with one thread, since the rank's others are at work in the backward pass."""
-        torch.get_num_threads()  # otherwise torch sets the process's number at this thread's first operation
-        torch.set_num_threads(1)
-        self.ready.set()
+    @property
+    def ended(self) -> bool:
+        """Whether the task has finished or failed."""
+        return self._task is None
+
+    def wait(self) -> Tensor:
+        """Run the task, and those before it, to the end."""
+        while not self.ended:
+            self._queue.advance()
+        if self._error is not None:
+            raise self._error
+        return self._mean
+
+    def if_failed(self, call: Callable[[BaseException], object]) -> None:
+        """Call the function now or later."""
+        if self._error is not None:
+            call(self._error)
+        self._if_failed.append(call)
+
+    def send(self, results: list[Tensor] | None, group: Group) -> None:
+        """Go on with the results of the collectives that were asked for; None begins."""
+        assert self._task is not None
         with torch.no_grad():
-            while (item := self.items.get()) is not None:
-                future, task, faults = item
-                try:
-                    if faults:
-                        raise faults[0]
-                    future.set_result(task())
-                except BaseException as error:
-                    if not faults:
-                        faults.append(error)
-                    future.set_exception(error)
-                del item, future, task, faults  # they would keep the last reduction's buffers until the next
+            try:
+                requests = next(self._task) if results is None else self._task.send(results)
+            except StopIteration as end:
+                self._mean, self._task, self.pending = end.value, None, []
+                return
+            self.pending = [request(group=group) for request in requests]
 
-    def end(self) -> bool:
-        """End the thread, also in mid-collective: gloo stops one only if it loses its connections.
+    def fail(self, error: BaseException) -> None:
+        """End with an error."""
+        self._error, self._task, self.pending = error, None, []
+        for call in self._if_failed:
+            call(error)
 
-        Returns:
-            Whether the thread was idle.
-        """
-        self.items.put(None)
-        self.join(IDLE_S)
-        if not self.is_alive():
-            return True
+
+# Why: docs/decisions.md, "A reduction runs in the calls of its reducer".
+class OverlappingQueue(ReductionQueue):
+    """Begins tasks, and goes on with them in later calls.
+
+    First collectives run in the order of `begin`, in a group of their own. Later ones have another group, where all of
+    a task come before those of the next: a rank may go on with a task earlier than another rank does.
+
+    After a task has failed, the ranks no longer agree on what comes next: all later tasks of this queue fail with its
+    error.
+    """
+
+    def __init__(self, connections: Connections) -> None:
+        super().__init__(connections.first)
+        self.running: deque[Running] = deque()
+        self._connections = connections
+        self._error: BaseException | None = None
+        QUEUES.add(self)
+
+    def begin(self, task: Task[Tensor], flat: Tensor) -> Handle:
+        """Run the task up to its first collective."""
+        self._check()
+        running = Running(self, task)
+        self.running.append(running)
+        self._send(running, None)
+        self.go_on()
+        return running
+
+    def go_on(self) -> None:
+        """Go on with the first tasks, as far as their collectives are complete."""
+        while self.running and all(pending.complete for pending in self.running[0].pending):
+            self.advance()
+
+    def synchronize(self) -> None:
+        """Run all tasks to the end."""
+        while self.running:
+            self.advance()
+        self._check()
+
+    def advance(self) -> None:
+        """Wait for the collectives of the first task, and go on with it; never raises what it raises."""
+        first = self.running[0]
+        try:
+            results = [pending.wait(slices=True) for pending in first.pending]
+        except Exception as error:
+            self._fail(error)
+        else:
+            self._send(first, results)
+
+    def abandon(self) -> None:
+        """Close the connections of collectives that run, and wait until gloo's threads notice it."""
+        works = [work for running in self.running for pending in running.pending for work in pending.works]
+        if left := [work for work in works if not work.is_completed()]:
+            self._connections.close()
+            for work in left:
+                with suppress(Exception):
+                    work.wait(ABORTED)
+
+    def _send(self, running: Running, results: list[Tensor] | None) -> None:
+        """Go on with a task; drop it when it has ended."""
+        group = self._connections.first if results is None else self._connections.later
+        try:
+            running.send(results, group)
+        except BaseException as error:
+            self._fail(error)
+            if not isinstance(error, Exception):
+                raise
+        if running.ended:
+            with suppress(ValueError):
+                self.running.remove(running)
+
+    def _fail(self, error: BaseException) -> None:
+        """End all tasks with an error."""
+        self._error = error
+        failed, self.running = self.running, deque()
+        for running in failed:
+            running.fail(error)
+
+    def _check(self) -> None:
+        """Raise the error of a task that failed."""
+        if self._error is not None:
+            raise self._error
+
+
+class Connections(NamedTuple):
+    """Two gloo groups of the same ranks for the collectives of reducers.
+
+    Attributes:
+        first: The group of first collectives.
+        later: The group of later ones.
+        sockets: The file descriptors of both.
+    """
+
+    first: dist.ProcessGroup
+    later: dist.ProcessGroup
+    sockets: set[int]
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup) -> Connections:
+        """Connect the ranks of a group; all of them must call this together."""
+        before = open_sockets()
+        first, later = copied(group), copied(group)
+        return cls(first, later, open_sockets() - before)
+
+    def close(self) -> None:
+        """Close all connections, and leave their descriptors open: gloo has no abort in Python."""
         for descriptor in self.sockets:
             shut_down(descriptor)
-        self.join(ABORTED_S)
-        return False
 
 
-class Worker:
-    """A thread that runs the tasks of all queues of a group in one order; it ends with this object.
-
-    Args:
-        group: The process group of the tasks' collectives.
-        sockets: File descriptors of its connections.
-    """
-
-    def __init__(self, group: Group = None, sockets: Collection[int] = ()) -> None:
-        self.group = group
-        threads, thread = torch.get_num_threads(), WorkerThread(sockets)
-        thread.start()
-        thread.ready.wait()
-        torch.set_num_threads(threads)  # later threads of this process take the last number that any thread set
-        self.items = thread.items
-        finalize(self, self.items.put, None)
+QUEUES: WeakSet[OverlappingQueue] = WeakSet()
 
 
+# Why: docs/decisions.md, "At exit a collective loses its connections".
 @atexit.register
-def end_threads() -> None:
-    """End all workers' threads before the interpreter: a collective that returns after it aborts the process."""
-    idle = [thread.end() for thread in threading.enumerate() if isinstance(thread, WorkerThread)]
-    if not all(idle):
-        gc.freeze()  # an interrupted process spends no second on the modules' cycles, which the system frees
+def abandon_all() -> None:
+    """End collectives before the interpreter: their group would wait for them, up to its time limit."""
+    for queue in [*QUEUES]:
+        if queue.running:
+            queue.abandon()
+            gc.freeze()  # an interrupted process spends no second on the modules' cycles, which the system frees
 
 
 def shut_down(descriptor: int) -> None:
@@ -196,70 +312,30 @@ def open_sockets() -> set[int]:
     return sockets
 
 
-class ThreadQueue(ReductionQueue):
-    """Runs tasks in a worker's thread.
-
-    After a task has failed, the ranks no longer agree on what comes next: all later tasks of this queue fail with its
-    error.
-    """
-
-    def __init__(self, worker: Worker) -> None:
-        self._worker = worker
-        self._begun: deque[Future[Tensor]] = deque()  # tasks that may not have finished
-        self._faults: list[BaseException] = []
-
-    def begin(self, task: Task, flat: Tensor) -> Handle:
-        """Hand the task to the thread."""
-        self._settle(wait=False)
-        future: Future[Tensor] = Future()
-        self._begun.append(future)
-        self._worker.items.put((future, task, self._faults))
-        return Handle(future)
-
-    def synchronize(self) -> None:
-        """Wait for the thread to finish all tasks of this queue."""
-        self._settle(wait=True)
-
-    def _settle(self, wait: bool) -> None:
-        """Forget the tasks that have finished; one that has failed stays, and raises its error each time."""
-        while self._begun and (wait or self._begun[0].done()):
-            self._begun[0].result()
-            self._begun.popleft()
-
-
-def finished(mean: Tensor, record: Callable[[], torch.cuda.Event] | None = None) -> Handle:
-    """Return the handle of a reduction that has run, or was launched before the event that ``record`` returns."""
-    future: Future[Tensor] = Future()
-    future.set_result(mean)
-    return Handle(future, record and record())
-
-
 # One per group, for as long as the group exists. A copy of the group for each reducer could not be destroyed with it:
 # torch names new groups by how many there are, and the ranks free a reducer at different times.
-WORKERS: WeakKeyDictionary[dist.ProcessGroup, Worker] = WeakKeyDictionary()
+CONNECTIONS: WeakKeyDictionary[dist.ProcessGroup, Connections] = WeakKeyDictionary()
 
 
 # Why: docs/decisions.md, "One queue per reducer".
-def build_queue(group: Group, device: torch.device, overlap: bool) -> tuple[ReductionQueue, Group]:
-    """Build the queue of a reducer, and the group of its collectives; all ranks of ``group`` must call this together.
+def build_queue(group: Group, device: torch.device, overlap: bool) -> ReductionQueue:
+    """Build the queue of a reducer; all ranks of ``group`` must call this together.
 
     Args:
         group: The ranks.
         device: Where the gradients are. gloo's collectives of CUDA tensors block the host and do not overlap, nor do
             those of simulated ranks.
-        overlap: Whether tasks run while the caller goes on.
+        overlap: Whether the caller goes on while tasks communicate.
     """
     if overlap and device.type == "cpu" and not simulated(group):
         ranks = group or dist.group.WORLD
         assert ranks is not None
-        if ranks not in WORKERS:
-            before = open_sockets()
-            copy = copied(ranks)
-            WORKERS[ranks] = Worker(copy, open_sockets() - before)
-        return ThreadQueue(WORKERS[ranks]), WORKERS[ranks].group
+        if ranks not in CONNECTIONS:
+            CONNECTIONS[ranks] = Connections.of(ranks)
+        return OverlappingQueue(CONNECTIONS[ranks])
     if overlap and dist.get_backend(group) == "nccl":
-        return StreamQueue(device), group
-    return ReductionQueue(), group
+        return StreamQueue(group, device)
+    return ReductionQueue(group)
 
 
 def copied(group: dist.ProcessGroup) -> dist.ProcessGroup:

@@ -8,7 +8,6 @@ import torch.distributed as dist
 
 from gradwire.base.errors import BadInput
 from gradwire.comm.collectives import ops
-from gradwire.comm.collectives.algorithms import Ranks
 from gradwire.comm.collectives.queue import ReductionQueue
 from gradwire.comm.collectives.reducer import Given, Reducer, takes_options
 
@@ -32,7 +31,6 @@ class QuorumReducer(Reducer):
         if self.codec.options.residual_dtype != "float32":
             raise BadInput("a manager needs residual_dtype float32: residuals are cut again when groups change.")
         self.topology = "groups of a quorum"
-        self._queue = ReductionQueue()  # a round waits for its mean
         self.reduce_over(None)
 
     @property
@@ -44,7 +42,7 @@ class QuorumReducer(Reducer):
         """Reduce over other ranks from now on, and keep the residuals; None: over this rank only."""
         self.group = group
         self.world, self.rank = (1, 0) if group is None else (group.size(), group.rank())
-        self._ranks = Ranks(group, self.world, self.rank, self.meter)
+        self._queue = ReductionQueue(group)  # a round waits for its mean
         self.algorithm = self.codec.options.algorithm
         self.codec.loosen()
 

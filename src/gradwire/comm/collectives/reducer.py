@@ -12,7 +12,6 @@ import math
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
@@ -27,7 +26,7 @@ from gradwire.comm.collectives.algorithms import ALGORITHMS, Algorithm, Ranks
 from gradwire.comm.collectives.codec import Codec
 from gradwire.comm.collectives.layout import Kind, Layout
 from gradwire.comm.collectives.meter import METER, Meter, Traffic
-from gradwire.comm.collectives.queue import Handle, ReductionQueue, build_queue, finished
+from gradwire.comm.collectives.queue import Handle, ReductionQueue, Task, build_queue
 from gradwire.comm.collectives.world import check_initialized
 from gradwire.comm.compressors import as_compressor
 from gradwire.comm.compressors.base import Compressor
@@ -104,10 +103,32 @@ class Watch(Protocol):
         """End the step; return the parameters that need a reduction and had none, or None if nothing was reduced."""
 
 
+class Ending(NamedTuple):
+    """The end of an optimizer step, while the ranks agree on what they met in it.
+
+    Attributes:
+        reducer: The reducer.
+        step: Optimizer steps finished.
+        unreduced: This rank's parameters with gradients that were not reduced: it should wait before it uses them.
+        total: The caller's vector.
+        pending: The agreement; None with one rank.
+    """
+
+    reducer: Reducer
+    step: int
+    unreduced: list[str]
+    total: Tensor | None
+    pending: ops.Pending | None
+
+    def wait(self) -> bool:
+        """Return whether the caller takes the optimizer step, or raise, as `Reducer.finish`; the same on all ranks."""
+        return self.reducer._finish(self)
+
+
 class Reducer:
     """Reduces flat gradient buffers; one per run and rank, and every rank makes the same calls in the same order.
 
-    Reductions run one after another in a queue (`comm.collectives.queue`): `begin_all_reduce` and
+    Reductions begin one after another in a queue (`comm.collectives.queue`): `begin_all_reduce` and
     `begin_reduce_scatter` add one, and the handle's `wait` returns its mean. At a world size of 1 the reducer is the
     identity: nothing is encoded, kept or counted.
 
@@ -158,7 +179,6 @@ class Reducer:
             rank=dist.get_rank(),
             draws=self.rank if draws is None else draws,
         )
-        self._ranks = Ranks(group, self.world, self.rank, self.meter)
         self._queue: ReductionQueue | None = None  # from the first reduction on
         self._kept: list[Reduced] | None = None  # of a `keeping` that has not ended
 
@@ -280,7 +300,7 @@ class Reducer:
             flat: Vector of any float type, `layout.numel` elements; not to be changed before the reduction has
                 finished.
             layout: The pieces of ``flat``; a name represents one vector that is cut anywhere.
-            then: Called with the mean in the queue's thread or stream, before ``wait`` returns.
+            then: Called with the mean, in the queue's stream, before ``wait`` returns.
 
         Returns:
             A handle; its ``wait`` returns float32 [row_numel], padding 0, or raises what the reduction raised.
@@ -361,11 +381,19 @@ class Reducer:
                 framework no longer calls the reducer for it. A step is not ended twice.
             Exception: What a reduction raised.
         """
+        return self.begin_finish(total, wait=wait).wait()
+
+    def begin_finish(self, total: Tensor | None = None, *, wait: bool = True) -> Ending:
+        """End the optimizer step, and begin to agree: `finish` without its wait for the other ranks.
+
+        What it returns has to be waited for, by ``wait``, which does what `finish` does after it.
+        """
         if total is not None and (not isinstance(total, Tensor) or total.ndim != 1):
             raise BadInput("finish() sums a vector over the ranks: give total as a tensor of one dimension.")
         if wait:
             self.synchronize()
-        finished = self.step
+        elif self._queue is not None:
+            self._queue.go_on()
         unreduced = self._unreduced()
         self.codec.step += 1
         for part in self.parts.values():
@@ -373,19 +401,24 @@ class Reducer:
             if part.codec.flag is not None:
                 self.codec.note(part.codec.flag)
                 part.codec.flag.zero_()
-        if self.alone:
+        pending = None if self.alone else self._begin_agreement(total, bool(unreduced))
+        return Ending(self, self.step, unreduced, total, pending)
+
+    def _finish(self, ending: Ending) -> bool:
+        """Take notice of what the ranks met in a step; return whether the caller takes the optimizer step."""
+        if ending.pending is None:
             return True
-        met = self._agreed(total, bool(unreduced))
+        met, step = self._worst(ending.pending.wait(), ending.total), ending.step
         if met == UNREDUCED:
-            raise RunFault(self._described(unreduced), step=finished)
+            raise RunFault(self._described(ending.unreduced, step), step=step - 1)
         if met == FINITE:
             return True
         self._traffic.add(nonfinite_steps=1)
         if self.nonfinite == "raise":
             raise NonFiniteGradient(
-                f"the gradient of optimizer step {self.step} holds NaN, infinity or a value too large for "
+                f"the gradient of optimizer step {step} holds NaN, infinity or a value too large for "
                 f"{self.compressor.name} on at least one rank",
-                step=finished,
+                step=step - 1,
             )
         return self.nonfinite == "propagate"
 
@@ -419,7 +452,7 @@ class Reducer:
     def closed_form(self, layout: Layout, kind: Kind) -> int | None:
         """Return the payload bytes over all ranks of one call at the present step; None if they depend on the data."""
         self.prepare(kind, sum(piece.numel for piece in layout.pieces))
-        return self._reduction.closed_form(layout, kind)
+        return self._algorithm(self.meter).closed_form(layout, kind)
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state, in the form of `comm.collectives.state`; a run that resumes equals an unbroken one.
@@ -509,16 +542,15 @@ class Reducer:
             mean = flat.to(torch.float32)
             if then is not None:
                 then(mean)
-            return finished(mean)
+            return Handle(mean)
         for watch in self._watches:
             watch.begun(layout)
         self.prepare(kind, sum(piece.numel for piece in layout.pieces))
         if self._queue is None:
-            self._queue, group = build_queue(self.group, flat.device, self.codec.options.overlap)
-            self._ranks = self._ranks._replace(group=group)
+            self._queue = build_queue(self.group, flat.device, self.codec.options.overlap)
         if self._kept is not None and not layout.by_row:
             flat = flat.clone()  # it may be the memory that the mean goes to
-        task = partial(self._reduce, kind, flat, layout, numel, self.loss_scale, self._kept, then, extra)
+        task = self._reduce(kind, flat, layout, numel, self.loss_scale, self._kept, then, extra)
         return self._queue.begin(task, flat)
 
     def _reduce(
@@ -531,16 +563,15 @@ class Reducer:
         kept: list[Reduced] | None,
         then: Then | None,
         extra: bool,
-    ) -> Tensor:
-        """Reduce a buffer; runs in the queue, so what another thread may change meanwhile is passed in."""
+    ) -> Task[Tensor]:
+        """Reduce a buffer; what the caller may change before the task has ended is passed in."""
         gradient = flat if scale == 1 else flat.to(torch.float32) / scale  # narrow types may not hold it
         if not extra:
             self._count(layout, kind)
-        with self._traffic.reduction(self._reduction.closed_form(layout, kind)):
-            if kind == "all_reduce":
-                mean = self._reduction.mean_everywhere(gradient, layout)
-            else:
-                mean = self._reduction.mean_of_row(gradient, layout)
+        with self._traffic.reduction(self._algorithm(self.meter).closed_form(layout, kind)) as meter:
+            algorithm = self._algorithm(meter)
+            of = algorithm.mean_everywhere if kind == "all_reduce" else algorithm.mean_of_row
+            mean = yield from of(gradient, layout)
         if scale != 1:
             mean.mul_(scale)
         if kept is not None:
@@ -559,10 +590,9 @@ class Reducer:
             exempt_elements=plan.exempt,
         )
 
-    @property
-    def _reduction(self) -> Algorithm:
-        """The algorithm; it has no state."""
-        return ALGORITHMS[self.algorithm](self.codec, self._ranks)
+    def _algorithm(self, meter: Meter) -> Algorithm:
+        """The algorithm, whose collectives a meter counts."""
+        return ALGORITHMS[self.algorithm](self.codec, Ranks(self.world, self.rank, meter))
 
     def _chosen(self, kind: Kind, numel: int) -> str:
         """Return what ``auto`` resolves to."""
@@ -595,29 +625,38 @@ class Reducer:
             )
         return [name for names in models for name in names or ()]
 
-    def _agreed(self, total: Tensor | None, unreduced: bool) -> int:
-        """Return the worst that any rank met since the last call; the same answer on all ranks."""
+    def _begin_agreement(self, total: Tensor | None, unreduced: bool) -> ops.Pending:
+        """Begin to take the worst that any rank met since the last call, the largest flag; with a total, sum both."""
         flag = self.codec.flag
         if flag is None:  # no gradient was reduced yet
             device = "cuda" if dist.get_backend(self.everyone) == "nccl" else "cpu"
             flag = torch.zeros(1, dtype=torch.uint8, device=device if total is None else total.device)
         met = flag.clone()
         flag.zero_()
+        counted: dict[str, Any] = {"group": self.everyone, "purpose": "agreement", "meter": self.meter}
         if total is None:
-            met += UNREDUCED * unreduced
-            return min(int(ops.all_reduce(met, "max", self.everyone, "agreement", self.meter)), UNREDUCED)
-        ranks = dist.get_world_size(self.everyone)  # the largest sum of flags
-        summed = torch.cat([met.float() + (ranks + 1) * unreduced, total])
-        ops.all_reduce(summed, "sum", self.everyone, "agreement", self.meter)
-        total.copy_(summed[1:])
-        return UNREDUCED if summed[0] > ranks else min(int(summed[0]), NONFINITE)
+            return ops.begin_all_reduce(met.add_(UNREDUCED * unreduced), "max", **counted)
+        summed = torch.cat([met.float() + (self._most_flags + 1) * unreduced, total])
+        return ops.begin_all_reduce(summed, "sum", **counted)
 
-    def _described(self, unreduced: list[str]) -> str:
+    def _worst(self, agreed: Tensor, total: Tensor | None) -> int:
+        """Return the worst that any rank met, and set the total; the same on all ranks."""
+        if total is None:
+            return min(int(agreed), UNREDUCED)
+        total.copy_(agreed[1:])
+        return UNREDUCED if agreed[0] > self._most_flags else min(int(agreed[0]), NONFINITE)
+
+    @property
+    def _most_flags(self) -> int:
+        """The largest sum of flags of values that are not finite."""
+        return dist.get_world_size(self.everyone)
+
+    def _described(self, unreduced: list[str], step: int) -> str:
         """Return the message about parameters that were not reduced, from all ranks; every rank calls this."""
         by_rank = {rank: names for rank, names in enumerate(ops.gather_objects(unreduced, self.everyone)) if names}
         rank, names = next(iter(by_rank.items()))
         return (
-            f"optimizer step {self.step}: on rank{'s' if len(by_rank) > 1 else ''} {', '.join(map(str, by_rank))}, "
+            f"optimizer step {step}: on rank{'s' if len(by_rank) > 1 else ''} {', '.join(map(str, by_rank))}, "
             f"{len(names)} parameters have gradients that were not reduced (on rank {rank}: {', '.join(names[:3])}"
             f"{', …' if len(names) > 3 else ''}). Was a parameter replaced, converted or unfrozen after the reducer "
             f"was attached, or is a backward pass around it or in no_sync?"

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from gradwire.base.errors import BadInput
 from gradwire.comm.collectives import Reducer, state
 from gradwire.comm.collectives.ops import Group
-from gradwire.comm.collectives.reducer import Given, check_options
+from gradwire.comm.collectives.reducer import Ending, Given, check_options
 from gradwire.comm.compressors.reduction import encoding_of
 from gradwire.comm.parallel.checks import Completeness
 from gradwire.comm.parallel.mesh import local
@@ -59,7 +59,8 @@ def compress_gradients(
         compressor: A compressor such as ``gradwire.Int8(block=128)``, its name, or a mapping of its ``method`` and
             options, as a cell of an experiment has it.
         optimizer: The optimizer or optimizers of the model. Their ``step`` ends the step of the compressor, so nothing
-            is left to call. None: call `Compression.finish` once per optimizer step.
+            is left to call; if a gradient was not reduced, it raises on all ranks, before the ranks with such a
+            gradient use it. None: call `Compression.finish` once per optimizer step.
         error_feedback: Whether each rank keeps what its encodings lost, and adds it to its next gradient.
         inside: The compressor inside islands (HSDP), over the ranks that shard a model; None: FSDP2 averages there.
         parameters: Encoding of FSDP2's all-gathers of parameters, such as ``int8`` or ``int4-diff``, a key of
@@ -123,6 +124,7 @@ class Compression:
         self._model = ref(model)
         self._watch = watch  # knows what was reduced since the last step; None with one rank
         self._stepped = WeakSet[Optimizer]()  # optimizers whose next step must end a step
+        self._ending: Ending | None = None  # a step whose agreement runs while an optimizer computes
 
     @property
     def traffic(self) -> dict[str, Any]:
@@ -161,8 +163,20 @@ class Compression:
             NonFiniteGradient: On all ranks, with ``nonfinite="raise"``.
             RunFault: If nothing was reduced, or on any rank a parameter has a gradient that was not.
         """
+        self._begin_finish(total)
+        return self._end()
+
+    # Why: docs/decisions.md, "The ranks agree while the optimizer computes".
+    def _begin_finish(self, total: Tensor | None = None) -> None:
+        """End the step, and begin to agree."""
+        self._end()
         self._stepped.clear()
-        return self.reducer.finish(total)
+        self._ending = self.reducer.begin_finish(total)
+
+    def _end(self, *_: object) -> bool:
+        """Wait until the ranks agree on the last step; return whether to take the optimizer step."""
+        ending, self._ending = self._ending, None
+        return ending is None or ending.wait()
 
     def end_with(self, optimizer: Optimizer) -> None:
         """Have the ``step`` of an optimizer end the step.
@@ -171,6 +185,7 @@ class Compression:
         """
         self._stepped.add(optimizer)
         optimizer.register_step_pre_hook(self._before_step)
+        optimizer.register_step_post_hook(self._end)
 
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -185,7 +200,9 @@ class Compression:
             return (args[0], evaluated, *args[2:]), kwargs
         if not allocating():
             if (self._watch is not None and self._watch.reduced) or optimizer in self._stepped:
-                self.finish()
+                self._begin_finish()
+                if self.reducer.nonfinite == "raise" or (self._ending is not None and self._ending.unreduced):
+                    self._end()  # before the optimizer uses this rank's gradients
             self._stepped.add(optimizer)
         return args, kwargs
 

