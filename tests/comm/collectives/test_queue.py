@@ -18,7 +18,7 @@ from test_reducer import SHAPES, STOCHASTIC, buffer
 
 from gradwire.comm.collectives import Layout, Reducer
 from gradwire.comm.collectives.codec import Codec
-from gradwire.comm.collectives.queue import CONNECTIONS, QUEUES, Connections, OverlappingQueue
+from gradwire.comm.collectives.queue import CONNECTIONS, QUEUES, OverlappingQueue
 from gradwire.comm.compressors import build
 
 BUFFERS = 4
@@ -188,6 +188,12 @@ def test_a_fault_reaches_every_caller_of_its_reducer_and_no_other(world):
     assert world(2).run(failing) == [(["no such luck"] * 5, 0, True)] * 2
 
 
+class Unconnected:
+    """Connections for tasks without collectives."""
+
+    groups = (None,)
+
+
 def task(call):
     """A task without collectives."""
     return call()
@@ -199,7 +205,7 @@ def raising(error):
 
 
 def test_after_a_fault_nothing_runs_and_everything_raises_it():
-    queue, ran, error = OverlappingQueue(Connections(None, None, set())), [], KeyError("a bad wire")
+    queue, ran, error = OverlappingQueue(Unconnected()), [], KeyError("a bad wire")
     assert queue.begin(task(lambda: torch.ones(1)), torch.zeros(1)).wait() == 1
     lost = queue.begin(task(partial(raising, error)), torch.zeros(1))
     called = []
@@ -214,7 +220,7 @@ def test_after_a_fault_nothing_runs_and_everything_raises_it():
 
 
 def test_an_interrupt_is_raised_where_it_comes_and_ends_the_queue():
-    queue = OverlappingQueue(Connections(None, None, set()))
+    queue = OverlappingQueue(Unconnected())
     with pytest.raises(KeyboardInterrupt):
         queue.begin(task(partial(raising, KeyboardInterrupt())), torch.zeros(1))
     with pytest.raises(KeyboardInterrupt):
@@ -222,7 +228,7 @@ def test_an_interrupt_is_raised_where_it_comes_and_ends_the_queue():
 
 
 def test_a_task_has_no_gradient_and_its_buffer_is_not_kept():
-    queue, flat = OverlappingQueue(Connections(None, None, set())), torch.zeros(3, requires_grad=True)
+    queue, flat = OverlappingQueue(Unconnected()), torch.zeros(3, requires_grad=True)
     assert not queue.begin(task(lambda: torch.tensor(torch.is_grad_enabled())), flat).wait()
     alive = ref(flat)
     handle = queue.begin(task(partial(torch.clone, flat)), flat)
@@ -253,11 +259,13 @@ def shared(rank, world, group):
         begun = [reducer.begin_all_reduce(flat, layout) for reducer in reducers]
         means = [handle.wait() for handle in begun]
         made.append(CONNECTIONS.get(group))
-    return all(map(torch.equal, means, expected)), made[0] is None, made[1] is made[2], len(made[1].sockets) > 0
+    in_one = [len(made[1].groups), len(made[1].sockets) > 0]
+    Reducer(build("int8"), group, algorithm="exchange").all_reduce(flat, layout)  # which encodes the means again
+    return all(map(torch.equal, means, expected)), made[0] is None, made[1] is made[2], *in_one, len(made[1].groups)
 
 
 def test_reducers_of_a_group_share_connections_and_open_none_without_need(world):
-    assert world(2).run(shared) == [(True, True, True, True)] * 2
+    assert world(2).run(shared) == [(True, True, True, 1, True, 2)] * 2
 
 
 @pytest.mark.parametrize(

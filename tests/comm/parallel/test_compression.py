@@ -371,6 +371,33 @@ def test_a_step_without_means_raises_on_all_ranks(world, case, raised):
     assert world(2).run(unsafe, case) == [raised, raised]
 
 
+def unreduced_on_one_rank(rank, world, group):
+    """What a step raises after a layer was unfrozen on rank 1 alone, and which parameters have moved."""
+    net_of_rank = net()
+    net_of_rank[0].requires_grad_(False)
+    model = framed(net_of_rank, "ddp")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    gradwire.compress_gradients(model, "none", optimizer=optimizer)
+    loss_of(model, rank, 0).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    net_of_rank[0].requires_grad_(rank == 1)
+    loss_of(model, rank, 1).backward()
+    before, means = values(model), [p.grad for p in model.parameters()]
+    with pytest.raises(RunFault) as error:
+        optimizer.step()
+    moved = [not torch.equal(a, b) for a, b in zip(before, values(model), strict=True)]
+    return str(error.value), moved, means[2:]
+
+
+def test_a_gradient_that_is_no_mean_is_not_used_and_the_step_raises_on_all_ranks(world):
+    (told, first, means), (told_too, second, same_means) = world(2).run(unreduced_on_one_rank)
+    assert told == told_too and "on rank 1, 2 parameters have gradients that were not reduced" in told
+    assert not any(second), "the rank that has such a gradient waits for the others"
+    assert first == [False, False, True, True, True, True]
+    assert all(map(torch.equal, means, same_means))
+
+
 def copied(rank, world, group):
     """The number of warnings where a copy of the optimizer steps, which has no hooks."""
     model = framed(net(), "ddp")

@@ -13,12 +13,12 @@ import gc
 import os
 import socket
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple, TypeAlias, TypeVar
-from weakref import WeakKeyDictionary, WeakSet
+from typing import TypeAlias, TypeVar
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 import torch.distributed as dist
@@ -80,12 +80,13 @@ class ReductionQueue:
     def __init__(self, group: Group = None) -> None:
         self.group = group
 
-    def begin(self, task: Task[Tensor], flat: Tensor) -> Handle:
+    def begin(self, task: Task[Tensor], flat: Tensor, *, again: bool = False) -> Handle:
         """Run a task after all earlier ones.
 
         Args:
             task: Reads ``flat``, and returns the mean.
             flat: The input; not to be changed before the task has finished.
+            again: Whether the task may yield collectives again after its first ones; the same on all ranks.
 
         Raises:
             Exception: What an earlier task raised in the meantime; without overlap what this one raises.
@@ -110,7 +111,7 @@ class StreamQueue(ReductionQueue):
         super().__init__(group)
         self._stream = torch.cuda.Stream(device)
 
-    def begin(self, task: Task[Tensor], flat: Tensor) -> Handle:
+    def begin(self, task: Task[Tensor], flat: Tensor, *, again: bool = False) -> Handle:
         """Launch the task after the work of the current stream, which made ``flat``."""
         self._stream.wait_stream(torch.cuda.current_stream(flat.device))
         flat.record_stream(self._stream)
@@ -155,7 +156,7 @@ class Running(Handle):
             call(self._error)
         self._if_failed.append(call)
 
-    def send(self, results: list[Tensor] | None, group: Group) -> None:
+    def send(self, results: list[Tensor] | None, groups: Sequence[dist.ProcessGroup]) -> None:
         """Go on with the results of the collectives that were asked for; None begins."""
         assert self._task is not None
         with torch.no_grad():
@@ -164,6 +165,7 @@ class Running(Handle):
             except StopIteration as end:
                 self._mean, self._task, self.pending = end.value, None, []
                 return
+            group = groups[0 if results is None else 1]
             self.pending = [request(group=group) for request in requests]
 
     def fail(self, error: BaseException) -> None:
@@ -185,15 +187,17 @@ class OverlappingQueue(ReductionQueue):
     """
 
     def __init__(self, connections: Connections) -> None:
-        super().__init__(connections.first)
+        super().__init__()
         self.running: deque[Running] = deque()
         self._connections = connections
         self._error: BaseException | None = None
         QUEUES.add(self)
 
-    def begin(self, task: Task[Tensor], flat: Tensor) -> Handle:
+    def begin(self, task: Task[Tensor], flat: Tensor, *, again: bool = False) -> Handle:
         """Run the task up to its first collective."""
         self._check()
+        if again and len(self._connections.groups) == 1:
+            self._connections.extend()
         running = Running(self, task)
         self.running.append(running)
         self._send(running, None)
@@ -232,9 +236,8 @@ class OverlappingQueue(ReductionQueue):
 
     def _send(self, running: Running, results: list[Tensor] | None) -> None:
         """Go on with a task; drop it when it has ended."""
-        group = self._connections.first if results is None else self._connections.later
         try:
-            running.send(results, group)
+            running.send(results, self._connections.groups)
         except BaseException as error:
             self._fail(error)
             if not isinstance(error, Exception):
@@ -256,25 +259,29 @@ class OverlappingQueue(ReductionQueue):
             raise self._error
 
 
-class Connections(NamedTuple):
-    """Two gloo groups of the same ranks for the collectives of reducers.
+class Connections:
+    """Gloo groups of the same ranks for the collectives of reducers; all ranks must make them together.
+
+    Args:
+        group: The ranks.
 
     Attributes:
-        first: The group of first collectives.
-        later: The group of later ones.
+        groups: The group of first collectives; and that of later ones, once it is needed.
         sockets: The file descriptors of both.
     """
 
-    first: dist.ProcessGroup
-    later: dist.ProcessGroup
-    sockets: set[int]
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._ranks = ref(group)
+        self.groups: list[dist.ProcessGroup] = []
+        self.sockets = set[int]()
+        self.extend()
 
-    @classmethod
-    def of(cls, group: dist.ProcessGroup) -> Connections:
-        """Connect the ranks of a group; all of them must call this together."""
-        before = open_sockets()
-        first, later = copied(group), copied(group)
-        return cls(first, later, open_sockets() - before)
+    def extend(self) -> None:
+        """Connect the ranks in one more group."""
+        ranks, before = self._ranks(), open_sockets()
+        assert ranks is not None
+        self.groups.append(copied(ranks))
+        self.sockets |= open_sockets() - before
 
     def close(self) -> None:
         """Close all connections, and leave their descriptors open: gloo has no abort in Python."""
@@ -331,7 +338,7 @@ def build_queue(group: Group, device: torch.device, overlap: bool) -> ReductionQ
         ranks = group or dist.group.WORLD
         assert ranks is not None
         if ranks not in CONNECTIONS:
-            CONNECTIONS[ranks] = Connections.of(ranks)
+            CONNECTIONS[ranks] = Connections(ranks)
         return OverlappingQueue(CONNECTIONS[ranks])
     if overlap and dist.get_backend(group) == "nccl":
         return StreamQueue(group, device)

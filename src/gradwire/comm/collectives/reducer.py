@@ -551,7 +551,7 @@ class Reducer:
         if self._kept is not None and not layout.by_row:
             flat = flat.clone()  # it may be the memory that the mean goes to
         task = self._reduce(kind, flat, layout, numel, self.loss_scale, self._kept, then, extra)
-        return self._queue.begin(task, flat)
+        return self._queue.begin(task, flat, again=self._algorithm(self.meter).asks_again(layout, kind))
 
     def _reduce(
         self,
@@ -570,8 +570,8 @@ class Reducer:
             self._count(layout, kind)
         with self._traffic.reduction(self._algorithm(self.meter).closed_form(layout, kind)) as meter:
             algorithm = self._algorithm(meter)
-            of = algorithm.mean_everywhere if kind == "all_reduce" else algorithm.mean_of_row
-            mean = yield from of(gradient, layout)
+            average = algorithm.mean_everywhere if kind == "all_reduce" else algorithm.mean_of_row
+            mean = yield from average(gradient, layout)
         if scale != 1:
             mean.mul_(scale)
         if kept is not None:
