@@ -18,6 +18,7 @@ from test_reducer import SHAPES, STOCHASTIC, buffer
 
 from gradwire.comm.collectives import Layout, Reducer
 from gradwire.comm.collectives.codec import Codec
+from gradwire.comm.collectives.ops import wait_in_slices
 from gradwire.comm.collectives.queue import CONNECTIONS, QUEUES, OverlappingQueue
 from gradwire.comm.compressors import build
 
@@ -236,6 +237,31 @@ def test_a_task_has_no_gradient_and_its_buffer_is_not_kept():
     del flat
     gc.collect()
     assert alive() is None and not mean.requires_grad
+
+
+class Slow:
+    """A collective that ends right after the first slice of a wait, and then fails if it has an error."""
+
+    def __init__(self, error=None):
+        self.error, self.waits = error, 0
+
+    def is_completed(self):
+        return self.waits > 0
+
+    def wait(self, timeout):
+        self.waits += 1
+        if self.waits == 1:
+            raise RuntimeError("Operation timed out!")
+        if self.error is not None:
+            raise self.error
+
+
+def test_a_collective_may_end_right_after_a_slice_of_its_wait():
+    slow = Slow()
+    wait_in_slices(slow)
+    assert slow.waits == 2
+    with pytest.raises(RuntimeError, match="Connection closed"):
+        wait_in_slices(Slow(RuntimeError("Connection closed by peer")))
 
 
 def until(true):
