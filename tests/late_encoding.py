@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from gradwire.comm.collectives.codec import Codec
-from gradwire.comm.collectives.queue import OverlappingQueue
+from gradwire.comm.collectives.queue import Connections
 
 
 @contextmanager
@@ -31,8 +31,8 @@ def late_encoding(rank: int, longest: float = 0.002) -> Iterator[None]:
 @contextmanager
 def only_when_waited_for() -> Iterator[None]:
     """Go on with reductions in `wait` and `synchronize` only."""
-    go_on, OverlappingQueue.go_on = OverlappingQueue.go_on, lambda self: None
+    go_on, Connections.go_on = Connections.go_on, lambda self: None
     try:
         yield
     finally:
-        OverlappingQueue.go_on = go_on
+        Connections.go_on = go_on

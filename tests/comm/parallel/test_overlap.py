@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.comm.collectives import Reducer
 from gradwire.comm.collectives.codec import Codec
-from gradwire.comm.collectives.queue import QUEUES
+from gradwire.comm.collectives.queue import CONNECTIONS
 from gradwire.comm.compressors import build
 from gradwire.comm.parallel import accumulation, checkpoint_state, hook, load_checkpoint_state, wrap
 
@@ -122,7 +122,7 @@ def in_flight(rank, world, group, strategy):
 
 def running():
     """Reductions in flight."""
-    return sum(len(queue.running) for queue in QUEUES)
+    return sum(len(connections.running) for connections in CONNECTIONS.values())
 
 
 @pytest.mark.parametrize("strategy", OVERLAPPING)

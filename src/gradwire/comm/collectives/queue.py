@@ -18,7 +18,7 @@ from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TypeAlias, TypeVar
-from weakref import WeakKeyDictionary, WeakSet, ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -127,12 +127,13 @@ class Running(Handle):
     """A task that has begun in an `OverlappingQueue`.
 
     Attributes:
+        queue: The queue.
         pending: The collectives that it waits for.
     """
 
     def __init__(self, queue: OverlappingQueue, task: Task[Tensor]) -> None:
+        self.queue = queue
         self.pending: list[Pending] = []
-        self._queue = queue
         self._task: Task[Tensor] | None = task
         self._error: BaseException | None = None
         self._if_failed: list[Callable[[BaseException], object]] = []
@@ -145,7 +146,7 @@ class Running(Handle):
     def wait(self) -> Tensor:
         """Run the task, and those before it, to the end."""
         while not self.ended:
-            self._queue.advance()
+            self.queue.connections.advance()
         if self._error is not None:
             raise self._error
         return self._mean
@@ -179,78 +180,42 @@ class Running(Handle):
 class OverlappingQueue(ReductionQueue):
     """Begins tasks, and goes on with them in later calls.
 
-    First collectives run in the order of `begin`, in a group of their own. Later ones have another group, where all of
-    a task come before those of the next: a rank may go on with a task earlier than another rank does.
-
     After a task has failed, the ranks no longer agree on what comes next: all later tasks of this queue fail with its
     error.
+
+    Args:
+        connections: What its tasks and those of other queues of the same ranks communicate through.
     """
 
     def __init__(self, connections: Connections) -> None:
         super().__init__()
-        self.running: deque[Running] = deque()
-        self._connections = connections
+        self.connections = connections
+        self._last: Running | None = None
         self._error: BaseException | None = None
-        QUEUES.add(self)
 
     def begin(self, task: Task[Tensor], flat: Tensor, *, again: bool = False) -> Handle:
         """Run the task up to its first collective."""
         self._check()
-        if again and len(self._connections.groups) == 1:
-            self._connections.extend()
-        running = Running(self, task)
-        self.running.append(running)
-        self._send(running, None)
-        self.go_on()
-        return running
+        self._last = Running(self, task)
+        self.connections.begin(self._last, again)
+        return self._last
 
     def go_on(self) -> None:
         """Go on with the first tasks, as far as their collectives are complete."""
-        while self.running and all(pending.complete for pending in self.running[0].pending):
-            self.advance()
+        self.connections.go_on()
 
     def synchronize(self) -> None:
         """Run all tasks to the end."""
-        while self.running:
-            self.advance()
+        while self._last is not None and not self._last.ended:
+            self.connections.advance()
+        self._last = None
         self._check()
 
-    def advance(self) -> None:
-        """Wait for the collectives of the first task, and go on with it; never raises what it raises."""
-        first = self.running[0]
-        try:
-            results = [pending.wait(slices=True) for pending in first.pending]
-        except Exception as error:
-            self._fail(error)
-        else:
-            self._send(first, results)
-
-    def abandon(self) -> None:
-        """Close the connections of collectives that run, and wait until gloo's threads notice it."""
-        works = [work for running in self.running for pending in running.pending for work in pending.works]
-        if left := [work for work in works if not work.is_completed()]:
-            self._connections.close()
-            for work in left:
-                with suppress(Exception):
-                    work.wait(ABORTED)
-
-    def _send(self, running: Running, results: list[Tensor] | None) -> None:
-        """Go on with a task; drop it when it has ended."""
-        try:
-            running.send(results, self._connections.groups)
-        except BaseException as error:
-            self._fail(error)
-            if not isinstance(error, Exception):
-                raise
-        if running.ended:
-            with suppress(ValueError):
-                self.running.remove(running)
-
-    def _fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
         """End all tasks with an error."""
         self._error = error
-        failed, self.running = self.running, deque()
-        for running in failed:
+        for running in [running for running in self.connections.running if running.queue is self]:
+            self.connections.running.remove(running)
             running.fail(error)
 
     def _check(self) -> None:
@@ -259,46 +224,90 @@ class OverlappingQueue(ReductionQueue):
             raise self._error
 
 
+# Why: docs/decisions.md, "First and later collectives have a group each".
 class Connections:
-    """Gloo groups of the same ranks for the collectives of reducers; all ranks must make them together.
+    """Gloo groups of the same ranks for the collectives of reducers, and the tasks that use them.
+
+    First collectives run in the order of `begin`, in a group of their own. Later ones have another group, where all of
+    a task come before those of the next: a rank may go on with a task earlier than another rank does.
 
     Args:
-        group: The ranks.
+        ranks: The ranks; all of them must make this together.
 
     Attributes:
         groups: The group of first collectives; and that of later ones, once it is needed.
-        sockets: The file descriptors of both.
+        running: The tasks that have not ended, of all queues.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._ranks = ref(group)
+    def __init__(self, ranks: dist.ProcessGroup) -> None:
         self.groups: list[dist.ProcessGroup] = []
-        self.sockets = set[int]()
-        self.extend()
+        self.running: deque[Running] = deque()
+        self._ranks = ref(ranks)
+        self._sockets = set[int]()
+        self._connect()
 
-    def extend(self) -> None:
+    def _connect(self) -> None:
         """Connect the ranks in one more group."""
         ranks, before = self._ranks(), open_sockets()
         assert ranks is not None
         self.groups.append(copied(ranks))
-        self.sockets |= open_sockets() - before
+        self._sockets |= open_sockets() - before
 
-    def close(self) -> None:
-        """Close all connections, and leave their descriptors open: gloo has no abort in Python."""
-        for descriptor in self.sockets:
+    def begin(self, running: Running, again: bool) -> None:
+        """Run a task up to its first collective; ``again`` is whether it may ask for others later."""
+        if again and len(self.groups) == 1:
+            self._connect()
+        self.running.append(running)
+        self._send(running, None)
+        self.go_on()
+
+    def go_on(self) -> None:
+        """Go on with the first tasks, as far as their collectives are complete."""
+        while self.running and all(pending.complete for pending in self.running[0].pending):
+            self.advance()
+
+    def advance(self) -> None:
+        """Wait for the collectives of the first task, and go on with it; never raises what it raises."""
+        first = self.running[0]
+        try:
+            results = [pending.wait(slices=True) for pending in first.pending]
+        except Exception as error:
+            first.queue.fail(error)
+        else:
+            self._send(first, results)
+
+    def abandon(self) -> None:
+        """Close the connections of collectives that run, and wait until gloo's threads notice it.
+
+        The descriptors stay open: gloo has no abort in Python.
+        """
+        works = [work for running in self.running for pending in running.pending for work in pending.works]
+        left = [work for work in works if not work.is_completed()]
+        for descriptor in self._sockets if left else ():
             shut_down(descriptor)
+        for work in left:
+            with suppress(Exception):
+                work.wait(ABORTED)
 
-
-QUEUES: WeakSet[OverlappingQueue] = WeakSet()
+    def _send(self, running: Running, results: list[Tensor] | None) -> None:
+        """Go on with a task; drop it when it has ended."""
+        try:
+            running.send(results, self.groups)
+        except BaseException as error:
+            running.queue.fail(error)
+            if not isinstance(error, Exception):
+                raise
+        if running.ended and running in self.running:
+            self.running.remove(running)
 
 
 # Why: docs/decisions.md, "At exit a collective loses its connections".
 @atexit.register
 def abandon_all() -> None:
     """End collectives before the interpreter: their group would wait for them, up to its time limit."""
-    for queue in [*QUEUES]:
-        if queue.running:
-            queue.abandon()
+    for connections in [*CONNECTIONS.values()]:
+        if connections.running:
+            connections.abandon()
             gc.freeze()  # an interrupted process spends no second on the modules' cycles, which the system frees
 
 
