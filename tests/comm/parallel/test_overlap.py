@@ -111,18 +111,18 @@ def in_flight(rank, world, group, strategy):
     loss_of("odd", model, batch_of("odd", rank)).backward()
     model.zero_grad()
     [enter] = [module for name, module in model.named_modules() if name.endswith("enter")]
-    enter.register_forward_hook(lambda *call: call[-1].register_hook(lambda _: flying.append(running())) and None)
+    enter.register_forward_hook(lambda *call: call[-1].register_hook(lambda _: flying.append(running(group))) and None)
     with only_when_waited_for():
         loss_of("odd", model, batch_of("odd", rank)).backward()
-        flying.append(running())
+        flying.append(running(group))
     found = whole_gradients(model)
     assert reducer.finish()
     return flying, found, whole_gradients(model)
 
 
-def running():
-    """Reductions in flight."""
-    return sum(len(connections.running) for connections in CONNECTIONS.values())
+def running(group):
+    """Reductions in flight over a group's ranks."""
+    return len(CONNECTIONS[group].running)
 
 
 @pytest.mark.parametrize("strategy", OVERLAPPING)

@@ -214,6 +214,7 @@ class OverlappingQueue(ReductionQueue):
     def fail(self, error: BaseException) -> None:
         """End all tasks with an error."""
         self._error = error
+        self.connections.broken = True
         for running in [running for running in self.connections.running if running.queue is self]:
             self.connections.running.remove(running)
             running.fail(error)
@@ -237,11 +238,13 @@ class Connections:
     Attributes:
         groups: The group of first collectives; and that of later ones, once it is needed.
         running: The tasks that have not ended, of all queues.
+        broken: Whether a task has failed, whose collective may run until its connections close.
     """
 
     def __init__(self, ranks: dist.ProcessGroup) -> None:
         self.groups: list[dist.ProcessGroup] = []
         self.running: deque[Running] = deque()
+        self.broken = False
         self._ranks = ref(ranks)
         self._sockets = set[int]()
         self._connect()
@@ -283,7 +286,7 @@ class Connections:
         """
         works = [work for running in self.running for pending in running.pending for work in pending.works]
         left = [work for work in works if not work.is_completed()]
-        for descriptor in self._sockets if left else ():
+        for descriptor in self._sockets if left or self.broken else ():
             shut_down(descriptor)
         for work in left:
             with suppress(Exception):
@@ -306,7 +309,7 @@ class Connections:
 def abandon_all() -> None:
     """End collectives before the interpreter: their group would wait for them, up to its time limit."""
     for connections in [*CONNECTIONS.values()]:
-        if connections.running:
+        if connections.running or connections.broken:
             connections.abandon()
             gc.freeze()  # an interrupted process spends no second on the modules' cycles, which the system frees
 
