@@ -371,12 +371,26 @@ def test_a_step_without_means_raises_on_all_ranks(world, case, raised):
     assert world(2).run(unsafe, case) == [raised, raised]
 
 
-def unreduced_on_one_rank(rank, world, group):
+class Communicates(torch.optim.Optimizer):
+    """An optimizer that communicates in its step, as sharded ones do."""
+
+    def __init__(self, parameters, lr):
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        torch.distributed.all_reduce(torch.ones(3))
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                parameter -= self.param_groups[0]["lr"] * parameter.grad
+
+
+def unreduced_on_one_rank(rank, world, group, make):
     """What a step raises after a layer was unfrozen on rank 1 alone, and which parameters have moved."""
     net_of_rank = net()
     net_of_rank[0].requires_grad_(False)
     model = framed(net_of_rank, "ddp")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = make(model.parameters(), lr=0.1)
     gradwire.compress_gradients(model, "none", optimizer=optimizer)
     loss_of(model, rank, 0).backward()
     optimizer.step()
@@ -390,11 +404,12 @@ def unreduced_on_one_rank(rank, world, group):
     return str(error.value), moved, means[2:]
 
 
-def test_a_gradient_that_is_no_mean_is_not_used_and_the_step_raises_on_all_ranks(world):
-    (told, first, means), (told_too, second, same_means) = world(2).run(unreduced_on_one_rank)
+@pytest.mark.parametrize("make", [torch.optim.SGD, Communicates])
+def test_a_gradient_that_is_no_mean_is_not_used_and_the_step_raises_on_all_ranks(world, make):
+    (told, first, means), (told_too, second, same_means) = world(2).run(unreduced_on_one_rank, make)
     assert told == told_too and "on rank 1, 2 parameters have gradients that were not reduced" in told
     assert not any(second), "the rank that has such a gradient waits for the others"
-    assert first == [False, False, True, True, True, True]
+    assert first == [False, False, *([make is torch.optim.SGD] * 4)], "while an optimizer communicates, nobody agrees"
     assert all(map(torch.equal, means, same_means))
 
 

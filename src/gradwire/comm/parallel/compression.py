@@ -201,8 +201,9 @@ class Compression:
         if not allocating():
             if (self._watch is not None and self._watch.reduced) or optimizer in self._stepped:
                 self._begin_finish()
-                if self.reducer.nonfinite == "raise" or (self._ending is not None and self._ending.unreduced):
-                    self._end()  # before the optimizer uses this rank's gradients
+                assert self._ending is not None
+                if self.reducer.nonfinite == "raise" or self._ending.unreduced or not computes_alone(optimizer):
+                    self._end()  # before the optimizer uses this rank's gradients, or communicates
             self._stepped.add(optimizer)
         return args, kwargs
 
@@ -264,6 +265,15 @@ class Moves:
 
     def _count(self, *_: object) -> None:
         self.steps += 1
+
+
+def computes_alone(optimizer: Optimizer) -> bool:
+    """Whether an optimizer is known not to communicate: one of `torch.optim`, of plain tensors.
+
+    While another one communicates in its step, a rank that reports a fault would take part in the wrong collective.
+    """
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return type(optimizer).__module__.startswith("torch.optim.") and not any(isinstance(p, DTensor) for p in parameters)
 
 
 def steps_of(optimizer: Optimizer, model: nn.Module) -> Optimizer:
