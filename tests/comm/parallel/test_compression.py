@@ -371,6 +371,37 @@ def test_a_step_without_means_raises_on_all_ranks(world, case, raised):
     assert world(2).run(unsafe, case) == [raised, raised]
 
 
+class Derived(torch.optim.AdamW):
+    """A user's subclass; torch calls the hooks of both steps."""
+
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+def derived(rank, world, group):
+    """Weights after steps of a subclass and of its base, and the steps that were counted; also without a backward."""
+    found = []
+    for make in (Derived, torch.optim.AdamW):
+        model = framed(net(), "ddp")
+        optimizer = make(model.parameters(), lr=0.1)
+        compression = gradwire.compress_gradients(model, "int8", error_feedback=True, optimizer=optimizer)
+        for step in range(3):
+            loss_of(model, rank, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        loss_of(model.module, rank, 3).backward()
+        with pytest.raises(RunFault):
+            optimizer.step()
+        found.append((values(model), compression.step))
+    return found
+
+
+def test_the_step_of_a_subclass_is_one_step(world):
+    for (weights, steps), (expected, expected_steps) in world(2).run(derived):
+        assert steps == expected_steps == 3
+        assert all(map(torch.equal, weights, expected))
+
+
 class Communicates(torch.optim.Optimizer):
     """An optimizer that communicates in its step, as sharded ones do."""
 

@@ -124,6 +124,7 @@ class Compression:
         self._model = ref(model)
         self._watch = watch  # knows what was reduced since the last step; None with one rank
         self._stepped = WeakSet[Optimizer]()  # optimizers whose next step must end a step
+        self._stepping = WeakSet[Optimizer]()  # optimizers in their step
         self._ending: Ending | None = None  # a step whose agreement runs while an optimizer computes
 
     @property
@@ -173,7 +174,7 @@ class Compression:
         self._stepped.clear()
         self._ending = self.reducer.begin_finish(total)
 
-    def _end(self, *_: object) -> bool:
+    def _end(self) -> bool:
         """Wait until the ranks agree on the last step; return whether to take the optimizer step."""
         ending, self._ending = self._ending, None
         return ending is None or ending.wait()
@@ -185,7 +186,7 @@ class Compression:
         """
         self._stepped.add(optimizer)
         optimizer.register_step_pre_hook(self._before_step)
-        optimizer.register_step_post_hook(self._end)
+        optimizer.register_step_post_hook(self._after_step)
 
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -198,14 +199,22 @@ class Compression:
             if "closure" in kwargs:
                 return args, {**kwargs, "closure": evaluated}
             return (args[0], evaluated, *args[2:]), kwargs
-        if not allocating():
-            if (self._watch is not None and self._watch.reduced) or optimizer in self._stepped:
+        reduced = self._watch is not None and self._watch.reduced
+        nested = optimizer in self._stepping and not reduced  # a subclass calls its base's step, which has hooks too
+        if not allocating() and not nested:
+            if reduced or optimizer in self._stepped:
                 self._begin_finish()
                 assert self._ending is not None
                 if self.reducer.nonfinite == "raise" or self._ending.unreduced or not computes_alone(optimizer):
                     self._end()  # before the optimizer uses this rank's gradients, or communicates
             self._stepped.add(optimizer)
+            self._stepping.add(optimizer)
         return args, kwargs
+
+    def _after_step(self, optimizer: Optimizer, *_: object) -> None:
+        """Wait until the ranks agree."""
+        self._stepping.discard(optimizer)
+        self._end()
 
     def _evaluated(self, closure: Callable[[], Any]) -> Any:
         """Evaluate an optimizer's closure, and finish."""
