@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
 import subprocess
 import sys
@@ -320,3 +321,10 @@ def test_a_rank_that_is_interrupted_in_mid_reduction_ends_at_once_and_does_not_c
     seconds = time.time() - float(ended.stdout)
     assert ended.stderr.rstrip().endswith("KeyboardInterrupt"), "the user's own traceback, and nothing after it"
     assert ended.returncode in (1, -signal.SIGINT) and seconds < 3  # autograd turns the exception's identity into 1
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="threads have no policies here")
+def test_a_process_ends_only_when_no_thread_of_gloo_is_late():
+    program = [sys.executable, str(Path(__file__).with_name("late_threads.py"))]
+    ended = [subprocess.run(program, capture_output=True, text=True, timeout=60) for _ in range(3)]
+    assert [(run.stdout, run.stderr) for run in ended] == [("0 0\n", "")] * 3

@@ -12,11 +12,13 @@ import atexit
 import gc
 import os
 import socket
+import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from threading import get_native_id
 from typing import TypeAlias, TypeVar
 from weakref import WeakKeyDictionary, ref
 
@@ -24,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gradwire.comm.collectives.meter import METER
 from gradwire.comm.collectives.ops import Group, Pending
 from gradwire.comm.collectives.simulated import simulated
 from gradwire.comm.torch_internals import timeout_of
@@ -33,6 +36,7 @@ Request: TypeAlias = Callable[..., Pending]  # begins a collective of the ranks 
 Task: TypeAlias = Generator[list[Request], list[Tensor], T]  # yields collectives to run at once, and gets their results
 
 ABORTED = timedelta(seconds=2)  # in which a collective ends whose connections were closed
+LATE = 1.0  # seconds that the process waits at its end for threads that run
 
 
 def run(task: Task[T], group: Group) -> T:
@@ -312,6 +316,31 @@ def abandon_all() -> None:
         if connections.running or connections.broken:
             connections.abandon()
             gc.freeze()  # an interrupted process spends no second on the modules' cycles, which the system frees
+    if METER.totals:
+        wait_for_threads(LATE)
+
+
+# Why: docs/decisions.md, "At exit gloo's threads come to rest first".
+def wait_for_threads(seconds: float) -> None:
+    """Wait until no other thread of this process runs or could run, but at most so long.
+
+    One of gloo's that is late frees the tensors of a collective that has ended. It needs Python's lock for that, and
+    aborts the process if the interpreter is ending.
+    """
+    rests, end = 0, time.monotonic() + seconds
+    while rests < 2 and time.monotonic() < end:  # one that waits for Python's lock rests too, and gets it in between
+        time.sleep(0.001)
+        rests = 0 if any_thread_runs() else rests + 1
+
+
+def any_thread_runs() -> bool:
+    """Whether another thread of this process runs or could run; False on a system that does not say so."""
+    for thread in Path("/proc/self/task").glob("[0-9]*"):
+        with suppress(OSError):  # it may have ended
+            state = (thread / "stat").read_text().rpartition(") ")[2][0]
+            if state == "R" and int(thread.name) != get_native_id():
+                return True
+    return False
 
 
 def shut_down(descriptor: int) -> None:
