@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 
 GROUP_TIMEOUT = timedelta(seconds=30)  # of one collective
 RUN_TIMEOUT_S = 60.0  # of one `run`
+MOST_THREADS = 30  # of a rank between two tasks
 PRELOAD = (
     "gradwire.comm.parallel",
     "transformers.models.gpt2.modeling_gpt2",
@@ -54,7 +55,6 @@ def serve(rank: int, connection: Connection) -> None:
     faulthandler.register(signal.SIGUSR1, file=sys.__stderr__)
     torch.set_num_threads(1)
     gc.freeze()  # what is imported stays
-    tasks = 0
     while True:
         try:
             message = connection.recv_bytes()
@@ -74,10 +74,21 @@ def serve(rank: int, connection: Connection) -> None:
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()  # the ranks that wait for this one fail at once
-            tasks += 1
-            if tasks % 20 == 0:
-                gc.collect()  # frees the groups and threads of reducers in cycles
+            if len(os.listdir("/proc/self/task")) > MOST_THREADS:
+                free_groups()
         connection.send_bytes(answer)
+
+
+def free_groups() -> None:
+    """Free groups of earlier tasks, of reducers in cycles and of meshes in caches: their threads wake all the time."""
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor import _redistribute, debug
+
+        debug._clear_sharding_prop_cache()
+        _redistribute.clear_redistribute_planner_cache()
+        _redistribute._gen_transform_infos.cache_clear()
+    gc.collect()
+    gc.freeze()  # the next time it looks at what is new
 
 
 def dump_failure(failure: Failure) -> bytes:
