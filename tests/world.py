@@ -82,9 +82,10 @@ def serve(rank: int, connection: Connection) -> None:
 def free_groups() -> None:
     """Free groups of earlier tasks, of reducers in cycles and of meshes in caches: their threads wake all the time."""
     if "torch.distributed.tensor" in sys.modules:
-        from torch.distributed.tensor import _redistribute, debug
+        from torch.distributed.tensor import _collective_utils, _redistribute, debug
 
         debug._clear_sharding_prop_cache()
+        _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
         _redistribute.clear_redistribute_planner_cache()
         _redistribute._gen_transform_infos.cache_clear()
     gc.collect()

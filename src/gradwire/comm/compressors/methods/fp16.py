@@ -51,9 +51,7 @@ class FP16(Quantizer):
         smaller = 2.0 ** math.ceil(math.log2(context.world) / 2)
         sent = (x / smaller).to(torch.float16)
         total = yield Ask("sum", sent, rows=True, spare=not context.feedback)
-        mean = total.to(torch.float32)
-        if context.world != smaller:
-            mean.div_(context.world / smaller)  # exactly the quotient of total * smaller, a power of two
+        mean = total.to(torch.float32).div_(context.world / smaller)  # smaller is a power of two: exact
         return mean, sent.to(torch.float32).mul_(smaller) if context.feedback else x
 
     def round_cost(self, shape: Shape, step: int | None = None) -> RoundCost:
