@@ -20,7 +20,7 @@ from tabulate import tabulate
 from gradwire.base.files import write_text
 from gradwire.base.units import UNSHAPED
 from gradwire.bench.report.page.files import svg
-from gradwire.bench.report.page.fronts import plots
+from gradwire.bench.report.page.fronts import time_to_loss
 from gradwire.bench.report.page.style import looks, styled
 from gradwire.bench.report.rows.quality import perplexity_reference
 from gradwire.bench.report.rows.record import BF16, Result, read_results
@@ -91,7 +91,7 @@ def winners(known: Sequence[Cell], found: Mapping[tuple[str, str], Costs], targe
 
 def save(known: Sequence[Cell], folder: Path) -> None:
     """Write the curves and the map."""
-    drawings = plots(known, looks(sorted({cell.compressor for cell in known})))
+    drawings = time_to_loss(known, looks(sorted({cell.compressor for cell in known})))
     with styled():
         for name, drawing in zip(("time-to-loss", "soonest"), drawings, strict=True):
             write_text(folder / f"{name}.svg", svg(drawing()))

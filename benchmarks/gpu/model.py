@@ -18,7 +18,10 @@ from gpu.workers import Ranks, alone, group
 from torch import Tensor, nn
 
 from gradwire.comm import parallel
-from gradwire.comm.collectives import Reducer
+from gradwire.comm.collectives import Layout, Reducer, queue
+from gradwire.comm.collectives.algorithms import Algorithm
+from gradwire.comm.collectives.layout import Kind
+from gradwire.comm.collectives.meter import Meter
 from gradwire.comm.collectives.queue import Handle
 from gradwire.comm.collectives.world import World
 from gradwire.comm.compressors import build
@@ -96,6 +99,11 @@ class OfOne(Reducer):
     def _begin(self, *arguments: Any) -> Handle:
         return self._as_two(super()._begin, *arguments)
 
+    def _algorithm(self, meter: Meter) -> Algorithm:
+        algorithm = super()._algorithm(meter)
+        algorithm.ranks = algorithm.ranks._replace(world=1)
+        return algorithm
+
     def finish(self, *arguments: Any, **options: Any) -> bool:
         """End the step."""
         return self._as_two(super().finish, *arguments, **options)
@@ -106,6 +114,13 @@ class OfOne(Reducer):
             return call(*arguments, **options)
         finally:
             self.world = 1
+
+
+def reduction_of(reducer: Reducer, kind: Kind) -> Callable[[Tensor, Layout], Tensor]:
+    """A reduction by itself, also of one rank, for which a `Reducer` is the identity."""
+    algorithm = reducer._algorithm(reducer.meter)
+    mean = algorithm.mean_everywhere if kind == "all_reduce" else algorithm.mean_of_row
+    return lambda flat, layout: queue.run(mean(flat, layout), reducer.group)
 
 
 def peaks(_: None) -> Row:

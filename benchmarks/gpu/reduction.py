@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 import transformers.models.gpt2.modeling_gpt2  # noqa: F401  imported before the ranks are forked
-from gpu.model import BATCH, LENGTH, PRESET, STEPS, VOCABULARY, OfOne, Trainee, precision
+from gpu.model import BATCH, LENGTH, PRESET, STEPS, VOCABULARY, OfOne, Trainee, precision, reduction_of
 from gpu.part import DEVICE, SMALL, Part, Row, run, synchronize
-from gpu.workers import MEAN, Ranks, group
+from gpu.workers import Ranks, group
 
 from gradwire.comm.collectives import Layout, Reducer
 from gradwire.comm.collectives.world import World
@@ -56,7 +56,7 @@ def alone(world: World, label: str) -> Row:
     shapes = [(name, tuple(p.shape)) for name, p in causal.build(PRESET, VOCABULARY, LENGTH, 0).named_parameters()]
     layout = Layout.dim0(shapes, world.world_size)
     flat = torch.randn(layout.numel, device=world.device)
-    reduction = getattr(reducer._reduction, MEAN["all_reduce"])
+    reduction = reduction_of(reducer, "all_reduce")
 
     def once() -> tuple[float, float]:
         synchronize()
@@ -68,7 +68,7 @@ def alone(world: World, label: str) -> Row:
         return 1e3 * host, 1e3 * (time.perf_counter() - began)
 
     turns = [once() for _ in range(2 + STEPS)][2:]
-    counts = reducer._reduction.codec.plan(layout, "scatter").whole.total
+    counts = reducer.codec.plan(layout, "scatter").whole.total
     found: Row = {"host_ms": median(host for host, _ in turns), "ms": median(whole for _, whole in turns)}
     if DEVICE == "cuda":
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:

@@ -16,11 +16,13 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import transformers.models.gpt2.modeling_gpt2  # noqa: F401  imported before the ranks are forked
+from gpu.model import reduction_of
 from gpu.part import DEVICE, OUT, SMALL, Part, Row, run
-from gpu.workers import MEAN, Ranks, alone, group
+from gpu.workers import Ranks, alone, group
 
 from gradwire.base.files import write_json
 from gradwire.bench.config import Cell, Training
@@ -80,7 +82,7 @@ def trained(
     training: dict[str, Any] | None = None,
 ) -> Row:
     """Train; this rank's losses, bytes and peak memory."""
-    loop.tensorboard = lambda *_: nullcontext(lambda row: None)  # type: ignore[assignment]  # it may not be installed
+    patch.object(loop, "scalars", lambda *_: nullcontext(lambda row: None)).start()  # tensorboard may not be installed
     device = world.device.type
     if DEVICE == "cuda" and device == "cpu":
         kernels.find = lambda method, where: kernels.PLAIN  # plain forms: nothing to compile
@@ -134,7 +136,7 @@ def reduced(world: World, cell: dict[str, Any], kind: str) -> Row:
     numel = sum(piece.numel for piece in layout.pieces)
     reducer.prepare(kind, numel)  # type: ignore[arg-type]
     flat = torch.randn(layout.numel, generator=torch.Generator().manual_seed(world.rank)).to(world.device)
-    reduction = getattr(reducer._reduction, MEAN[kind])  # a Reducer of one rank is the identity
+    reduction = reduction_of(reducer, kind)  # type: ignore[arg-type]
     for _ in range(2):  # the second step: state is made in the first
         result = reduction(flat.clone(), layout)
         reducer.finish()

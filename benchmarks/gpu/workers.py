@@ -21,8 +21,6 @@ METHODS = [os.environ.get("START", "fork"), "spawn"]  # the second where a fork 
 
 Setup = Callable[[], AbstractContextManager[Any]]
 
-MEAN = {"all_reduce": "mean_everywhere", "reduce_scatter": "mean_of_row"}  # methods of an algorithm
-
 
 class Failed(Exception):
     """What went wrong in a worker, as text."""

@@ -1,4 +1,4 @@
-"""Two ranks whose threads run only when nothing else does, so they still hold the last collective at the end."""
+"""Pairs of ranks whose threads run only when nothing else does, so they still hold the last collective at the end."""
 
 import os
 import sys
@@ -10,17 +10,26 @@ import torch.distributed as dist
 
 from gradwire.comm.collectives import Reducer
 
-rendezvous = tempfile.mktemp()
-ranks = dict[int, int]()
-for rank in range(2):
-    process = os.fork()  # before torch has threads; the imports are paid for once
-    if not process:
+PAIRS = 6
+
+
+def fork_rank() -> int | None:
+    """Return the number of this rank in a process that was forked off; None in the parent, after both have ended."""
+    processes = []
+    for rank in range(2):
+        processes.append(os.fork())  # before torch has threads; the imports are paid for once
+        if not processes[-1]:
+            return rank
+    print(*(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in processes))
+    return None
+
+
+for _ in range(PAIRS):
+    rendezvous = tempfile.mktemp()
+    if (rank := fork_rank()) is not None:
         break
-    ranks[process] = rank
-if len(ranks) == 2:
-    codes = [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in ranks]
-    print(*codes)
-    sys.exit(any(codes))
+else:
+    sys.exit()
 
 dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
 reducer = Reducer("int8")
