@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 
 GROUP_TIMEOUT = timedelta(seconds=30)  # of one collective
 RUN_TIMEOUT_S = 60.0  # of one `run`
+THREADS = Path("/proc/self/task")
 MOST_THREADS = 30  # of a rank between two tasks
 PRELOAD = (
     "gradwire.comm.parallel",
@@ -74,7 +75,7 @@ def serve(rank: int, connection: Connection) -> None:
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()  # the ranks that wait for this one fail at once
-            if len(os.listdir("/proc/self/task")) > MOST_THREADS:
+            if len([*THREADS.iterdir()]) > MOST_THREADS:
                 free_groups()
         connection.send_bytes(answer)
 

@@ -4,6 +4,7 @@ import os
 import sys
 import tempfile
 import threading
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -37,9 +38,9 @@ for step in range(4):
     if step == 2:
         core = rank % os.cpu_count()
         os.sched_setaffinity(0, {core})
-        for thread in map(int, os.listdir("/proc/self/task")):
-            if thread != threading.get_native_id():
-                os.sched_setaffinity(thread, {core})
-                os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
+        for thread in Path("/proc/self/task").iterdir():
+            if int(thread.name) != threading.get_native_id():
+                os.sched_setaffinity(int(thread.name), {core})
+                os.sched_setscheduler(int(thread.name), os.SCHED_IDLE, os.sched_param(0))
     reducer.all_reduce(torch.ones(301), "gradient")
     reducer.finish()
