@@ -21,7 +21,7 @@ def fork_rank() -> int | None:
         processes.append(os.fork())  # before torch has threads; the imports are paid for once
         if not processes[-1]:
             return rank
-    print(*(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in processes))
+    print(*(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in processes), flush=True)
     return None
 
 
