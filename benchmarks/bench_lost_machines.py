@@ -49,7 +49,7 @@ VOCABULARY, LENGTH, BATCH, RATE = 1024, 32, 8, 5e-3
 HELD_OUT = 100_000  # tokens
 ACTIVITIES = {  # what a group does in a round besides its local steps
     "encoding": [(Codec, "encode")],
-    "exchange": [(ops, "all_gather"), (ops, "all_to_all"), (QuorumReducer, "agree")],
+    "exchange": [(ops, "begin_all_gather"), (ops, "begin_all_to_all"), (ops.Pending, "wait"), (QuorumReducer, "agree")],
     "quorum": [(Quorum, "_ask")],
     "receiving": [(HTTPTransport, "recv_checkpoint")],
     "sending": [(HTTPTransport, "send_checkpoint")],

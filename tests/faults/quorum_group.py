@@ -131,7 +131,7 @@ def arm(point, last):
     if point == "encoding":
         killed_in(Codec, "encode", lambda codec, *_: codec.step == last)
     elif point in ("exchange", "second exchange"):
-        killed_in(ops, "all_to_all", nth(1 + (point == "second exchange")))
+        killed_in(ops, "begin_all_to_all", nth(1 + (point == "second exchange")))
     elif point == "agreement":
         killed_in(QuorumReducer, "agree", lambda reducer: reducer.step == last, after=True)
     elif point == "quorum":

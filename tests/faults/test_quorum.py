@@ -42,7 +42,7 @@ class Run:
         given = {**self.given, "number": number, "go": str(self.folder / "go"), **given}
         for rank in range(given.get("ranks", 1)):
             out = self.folder / f"{len(self.started) - rank}.{rank}.pt"
-            process = FORKED.Process(target=train, kwargs={**given, "out": str(out), "rank": rank})
+            process = FORKED.Process(target=train, kwargs={**given, "out": str(out), "rank": rank}, daemon=True)
             process.start()
             self.started.append((number, process, out))
 
