@@ -19,6 +19,7 @@ from gradwire import comm_hook  # noqa: E402
 from gradwire.comm.collectives import Reducer  # noqa: E402
 from gradwire.comm.parallel import hook  # noqa: E402
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background jobs ignore
 way = sys.argv[1]
 rendezvous = tempfile.mktemp()
 parent = os.getpid()
