@@ -81,7 +81,13 @@ def serve(rank: int, connection: Connection) -> None:
 
 
 def free_groups() -> None:
-    """Free groups of earlier tasks, of reducers in cycles and of meshes in caches: their threads wake all the time."""
+    """Free groups of earlier tasks, of reducers in cycles and of meshes in caches: their threads wake all the time.
+
+    DDP frees its group with Python's lock held, and waits for the group's threads: none may need the lock by then.
+    """
+    from gradwire.comm.collectives.queue import wait_for_threads
+
+    wait_for_threads(1.0)
     if "torch.distributed.tensor" in sys.modules:
         from torch.distributed.tensor import _collective_utils, _redistribute, debug
 
