@@ -306,13 +306,6 @@ class Native(Algorithm):
 
     def closed_form(self, layout: Layout, kind: Kind) -> int | None:
         """Return the payload bytes over all ranks; a reduce-scatter sends every rank's row, padded to the longest."""
-        batches = self.codec.plan(layout, "scatter").whole.batches
-        if any(batch.compressor.steps_differ for batch in batches):
-            return self._bytes(layout, kind)
-        return batches[0].segments.derive(("bytes", kind), lambda: self._bytes(layout, kind)) if batches else 0
-
-    def _bytes(self, layout: Layout, kind: Kind) -> int:
-        """Compute `closed_form`."""
         world = self.ranks.world
         summed = gathered = 0
         rows: defaultdict[int, list[int]] = defaultdict(lambda: [0] * world)  # by size of an element

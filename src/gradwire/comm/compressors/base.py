@@ -99,8 +99,6 @@ class Compressor(BaseModel, ABC):
     """Bytes of the numbers that an encoding consists of, where it does not override `sections`."""
     linear: ClassVar[bool] = False
     """Whether `rounds` gives what one worker with the mean would get: then ``algorithm: auto`` prefers them."""
-    steps_differ: ClassVar[bool] = False
-    """Whether `round_cost` depends on the step."""
 
     @property
     def unbiased(self) -> bool:

@@ -52,7 +52,6 @@ class GradiVeQ(Compressor):
     name = "gradiveq"
     use = "Convolutions, whose neighbouring gradients correlate; natively summed between the basis steps."
     linear = True
-    steps_differ = True
 
     slice: int = Field(64, ge=2, le=2**13, description="consecutive elements in a slice (K)")
     components: Count = Field(8, description="coefficients per slice (k), fewer than its elements")
