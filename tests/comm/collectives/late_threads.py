@@ -36,7 +36,8 @@ dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, w
 reducer = Reducer("int8")
 for step in range(4):
     if step == 2:
-        core = rank % os.cpu_count()
+        cores = sorted(os.sched_getaffinity(0))
+        core = cores[rank % len(cores)]
         os.sched_setaffinity(0, {core})
         for thread in Path("/proc/self/task").iterdir():
             if int(thread.name) != threading.get_native_id():
