@@ -83,6 +83,7 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy --config-file benchmarks/mypy.ini
 	$(BIN)/lint-imports
 	$(BIN)/snakefmt --check Snakefile src/gradwire/bench/workflow
 	$(BIN)/codespell

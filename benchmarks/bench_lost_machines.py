@@ -47,7 +47,7 @@ GROUPS, ROUNDS, H = 4, 60, 5
 INNER = ("adamw", "muon")
 VOCABULARY, LENGTH, BATCH, RATE = 1024, 32, 8, 5e-3
 HELD_OUT = 100_000  # tokens
-ACTIVITIES = {  # what a group does in a round besides its local steps
+ACTIVITIES: dict[str, list[tuple[Any, str]]] = {  # what a group does in a round besides its local steps
     "encoding": [(Codec, "encode")],
     "exchange": [(ops, "begin_all_gather"), (ops, "begin_all_to_all"), (ops.Pending, "wait"), (QuorumReducer, "agree")],
     "quorum": [(Quorum, "_ask")],
@@ -56,7 +56,7 @@ ACTIVITIES = {  # what a group does in a round besides its local steps
 }
 LONGEST = {"step": 0.1, "encoding": 0.002, "exchange": 0.01, "receiving": 0.01, "sending": 0.01}  # seconds to the kill
 RECONFIGURATIONS = (20, 50, 100, 200)
-FORKS = multiprocessing.get_context("forkserver")
+FORKS: Any = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["torchft", "gradwire", "transformers.models.gpt2.modeling_gpt2"])  # groups start at once
 
 

@@ -6,7 +6,7 @@ documents with the most such paragraphs, each with its first 24. Both splits the
 
 from __future__ import annotations
 
-import sys
+import argparse
 from pathlib import Path
 
 from gradwire.base.files import write_json
@@ -34,4 +34,9 @@ def main(source: Path, topics: int, output: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("corpus", type=Path)
+    parser.add_argument("topics", type=int)
+    parser.add_argument("output", type=Path)
+    args = parser.parse_args()
+    main(args.corpus, args.topics, args.output)

@@ -8,6 +8,7 @@ rows, of 8,192 columns. Each verb is a process, on one thread.
 
 from __future__ import annotations
 
+import argparse
 import os
 import random
 import sys
@@ -71,4 +72,8 @@ def main(folder: Path, counts: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), [int(count) for count in sys.argv[2:]] or [1_000, 10_000, 100_000])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("rows", type=int, nargs="*", default=[1_000, 10_000, 100_000])
+    args = parser.parse_args()
+    main(args.folder, args.rows)

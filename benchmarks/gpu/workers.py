@@ -61,7 +61,7 @@ class Worker:
     """One process."""
 
     def __init__(self, setup: Setup = alone) -> None:
-        context = multiprocessing.get_context(METHODS[0])
+        context: Any = multiprocessing.get_context(METHODS[0])
         self.connection, theirs = context.Pipe()
         self.process = context.Process(target=serve, args=(theirs, setup), daemon=True)
         self.process.start()
