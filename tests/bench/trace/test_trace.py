@@ -233,7 +233,7 @@ def write_steps(run_dir, metered, around=0.0):
     """A ``steps.parquet``: for each rank, the meter's times of the steps, of which the first was not recorded."""
     rows = [
         {"step": i, "rank": rank, "profiled": i < 3, "comm_ms": comm, "encode_ms": encode, "decode_ms": decode}
-        | {"around_ms": around}
+        | {"around_ms": around, "warmup": i == 0, "kind": "end" if i % 5 == 2 else "local"}
         for rank, times in metered.items()
         for i, (comm, encode, decode) in enumerate(times)
     ]
@@ -272,6 +272,21 @@ def test_a_meter_that_disagrees_with_the_trace_of_any_rank_is_reported(tmp_path,
     profile = profile_of(tmp_path)
     assert profile["meter_agrees"] is agrees
     assert profile["meter_over_trace"] == pytest.approx(profile["meter_over_trace"] | quotients)
+
+
+def test_a_round_in_which_one_step_of_five_communicates_has_its_share_in_the_mean_step(tmp_path):
+    for rank in (0, 1):
+        write_trace(tmp_path, rank, RECORDED)
+    two_rounds = [*RIGHT[:3], *[(9.0, 9.0, 9.0)] * 8]  # after a step of warm-up
+    write_steps(tmp_path, {0: two_rounds, 1: two_rounds})
+    profile = profile_of(tmp_path)
+    assert profile["encode_ms_per_step"] == pytest.approx(0.8 * 0.07 + 0.2 * 0.09)
+    assert profile["comm_time_ms_per_step"] == pytest.approx(0.8 * 0.61 + 0.2 * 0.13)
+    assert profile["transfer_ms_per_step"] == profile["comm_time_ms_per_step"], "no rank was late"
+    assert profile["comm_ratio"] == pytest.approx(profile["comm_time_ms_per_step"])
+    assert profile["comm_time_ms_by_op_per_step"] == pytest.approx(
+        {"all_reduce": 0.8 * 0.5, "all_to_all": 0.8 * 0.11 + 0.2 * 0.13}
+    )
 
 
 def test_where_nothing_was_metered_there_is_nothing_to_agree_with(tmp_path, capsys):
@@ -315,7 +330,8 @@ def spoilt(**columns):
 def test_a_damaged_steps_parquet_is_one_clear_message_wherever_it_is_read(tmp_path, capsys, spoil):
     numbers = (0.5, 7.25, 1.75)
     floats = ("step_ms", "comm_ms", "encode_ms", "decode_ms", "around_ms", *curves.COLUMNS)
-    good = {"step": range(3), "rank": [0] * 3, "profiled": [True] * 3, **dict.fromkeys(floats, numbers)}
+    good = {"step": range(3), "rank": [0] * 3, **dict.fromkeys(floats, numbers)}
+    good |= {"profiled": [True] * 3, "warmup": [False] * 3, "kind": ["alike"] * 3}
     path = tmp_path / "steps.parquet"
     pq.write_table(pa.table(good), path)
     assert curves.read(path).seconds[-1] == read_curve(path).total_s == pytest.approx(0.0095)

@@ -615,6 +615,7 @@ def test_perplexity_refuses_shards_that_the_model_cannot_read(shards, tmp_path, 
 def test_step_times_leave_out_warm_up_and_profiled_steps_and_take_the_slowest_rank():
     rows = [
         {"step": step, "rank": rank, "warmup": step < 1, "profiled": step == 1, "step_ms": ms, "tokens": 10}
+        | {"kind": "alike"}
         for step, times in enumerate([(900, 901), (700, 702), (10, 30), (50, 20)])
         for rank, ms in enumerate(times)
     ]
@@ -623,6 +624,19 @@ def test_step_times_leave_out_warm_up_and_profiled_steps_and_take_the_slowest_ra
     assert found["step_time_ms_mean"] == 40
     assert found["step_time_ms_p50"] == 40
     assert found["tokens_per_s"] == 40 / 0.080
+
+
+def test_a_mean_step_has_as_many_ends_of_rounds_as_the_run_whatever_was_profiled():
+    kinds = ["local", "local", "local", "end"] * 3
+    rows = [
+        {"step": step, "rank": 0, "warmup": step < 4, "profiled": 3 < step < 7, "kind": kind, "tokens": 10}
+        | {"step_ms": 100.0 if kind == "end" else 20.0}
+        for step, kind in enumerate(kinds)
+    ]
+    found = totals.times(rows)
+    assert found["measured_steps"] == 5, "of them two ends"
+    assert found["step_time_ms_mean"] == pytest.approx(0.75 * 20 + 0.25 * 100)
+    assert found["tokens_per_s"] == pytest.approx(10 / 0.040)
 
 
 BAD = {

@@ -158,7 +158,8 @@ class Experiment(Strict):
         """The compressor setting of a run."""
         mapping = dict(self.compressors[run.compressor])
         if self.short().get(run) is not None and "dense_steps" in mapping:
-            mapping["dense_steps"] = min(mapping["dense_steps"], self.training.warmup_steps)
+            encoded = 1  # step of the warm-up, as it is the first of its kind
+            mapping["dense_steps"] = min(mapping["dense_steps"], max(1, self.training.warmup_steps - encoded))
         return Cell.parse(run.compressor, mapping)
 
     def short(self) -> dict[Run, int]:

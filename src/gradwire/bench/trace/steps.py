@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from numpy.typing import NDArray
 
-INTEGERS, FLAGS = ("step", "rank"), ("profiled",)  # all other columns are float64
-KNOWN = (*INTEGERS, *FLAGS)  # never null; other columns are null if not measured
+INTEGERS, FLAGS, TEXTS = ("step", "rank"), ("warmup", "profiled"), ("kind",)  # all other columns are float64
+KNOWN = (*INTEGERS, *FLAGS, *TEXTS)  # never null; other columns are null if not measured
 TIME = "step_ms"  # null in all rows if ranks were simulated, else in none
 
 
@@ -28,7 +28,11 @@ def read(path: Path, columns: Sequence[str]) -> pa.Table:
     import pyarrow.compute as pc
     import pyarrow.parquet as pq
 
-    types = {**dict.fromkeys(INTEGERS, pa.int64()), **dict.fromkeys(FLAGS, pa.bool_())}
+    types = {
+        **dict.fromkeys(INTEGERS, pa.int64()),
+        **dict.fromkeys(FLAGS, pa.bool_()),
+        **dict.fromkeys(TEXTS, pa.string()),
+    }
     try:
         with pq.ParquetFile(path) as file:
             table = file.read(columns=list(columns), use_threads=False).select(columns)

@@ -44,6 +44,7 @@ from gradwire.base.failures import diverged
 from gradwire.base.files import write_json
 from gradwire.base.flags import output_file
 from gradwire.base.strict import Strict
+from gradwire.bench.statistics.kinds import weights
 from gradwire.bench.trace.events import (
     OPS,
     Intervals,
@@ -143,16 +144,19 @@ def profile(run_dir: Path) -> dict[str, Any]:
             "train this run again."
         )
     steps = {rank: breakdowns(trace) for rank, trace in traces.items()}
-    means = {rank: mean(of_rank.values()) for rank, of_rank in steps.items()}
+    metered = run_dir / "steps.parquet"
+    agreement = against_meter(metered, {rank: [*of_rank.values()] for rank, of_rank in steps.items()})
+    share = shares(metered, len(steps[0]))
+    means = {rank: mean(of_rank.values(), share) for rank, of_rank in steps.items()}
     return {
         "schema_version": SCHEMA_VERSION,
         "world_size": expected,
         "steps": len(steps[0]),
         **with_ratios(mean(means.values())),
-        "transfer_ms_per_step": transfer_ms([*traces.values()]),
+        "transfer_ms_per_step": transfer_ms([*traces.values()], share),
         "reduced_bytes_per_step": reduced_bytes([*traces.values()]),
         "unfinished": sum(trace.unfinished for trace in traces.values()),
-        **against_meter(run_dir / "steps.parquet", {rank: [*of_rank.values()] for rank, of_rank in steps.items()}),
+        **agreement,
         "ranks": {
             str(rank): with_ratios(means[rank])
             | {"per_step": {name: with_ratios(times) for name, times in of_rank.items()}}
@@ -206,12 +210,26 @@ def breakdown(when: Activity, step: Intervals) -> Times:
     }
 
 
-def mean(breakdowns: Iterable[Times]) -> Times:
-    """The mean of breakdowns; a missing op counts as zero."""
+def shares(path: Path, number: int) -> list[float]:
+    """The weights of the profiled steps in their mean: one in H may be that of a round; equal without a file.
+
+    Args:
+        path: A run's ``steps.parquet``, which may be missing.
+        number: How many steps were recorded.
+    """
+    if not path.exists():
+        return [1 / number] * number
+    rows = [row for row in sorted_rows(path, ["step", "rank", "warmup", "profiled", "kind"]) if row["rank"] == 0]
+    recorded = [row["kind"] for row in rows if row["profiled"]][-number:]
+    return weights(recorded, [row["kind"] for row in rows if not row["warmup"]])
+
+
+def mean(breakdowns: Iterable[Times], share: Sequence[float] | None = None) -> Times:
+    """The mean of breakdowns, weighted by their shares; a missing op counts as zero."""
     rows = list(breakdowns)
     ops = sorted({op for row in rows for op in row[BY_OP]})
-    by_op = {op: fmean(row[BY_OP].get(op, 0.0) for row in rows) for op in ops}
-    return {key: by_op if key == BY_OP else fmean(row[key] for row in rows) for key in rows[0]}
+    by_op = {op: fmean([row[BY_OP].get(op, 0.0) for row in rows], share) for op in ops}
+    return {key: by_op if key == BY_OP else fmean([row[key] for row in rows], share) for key in rows[0]}
 
 
 def with_ratios(times: Times) -> Times:
@@ -260,7 +278,7 @@ def collectives(trace: Trace, gloo: list[Span]) -> list[Span]:
     return [*ranges, *gloo_collectives(trace.calls, gloo, ranges)]
 
 
-def transfer_ms(traces: Sequence[Trace]) -> float | None:
+def transfer_ms(traces: Sequence[Trace], share: Sequence[float] | None = None) -> float | None:
     """Milliseconds of communication per step without waiting for late ranks, averaged over ranks and steps.
 
     A collective moves data once the last rank has called it, and that rank does not wait. Its time, the shortest of all
@@ -276,8 +294,8 @@ def transfer_ms(traces: Sequence[Trace]) -> float | None:
             return None
         shortest = {which: min(rank[which].end - rank[which].start for rank in ranks) for which in ranks[0]}
         ends = [[(span.end - shortest[which], span.end) for which, span in rank.items()] for rank in ranks]
-        times += [length(intervals(of_rank)) / 1e6 for of_rank in ends]
-    return fmean(times)
+        times.append(fmean(length(intervals(of_rank)) / 1e6 for of_rank in ends))
+    return fmean(times, share)
 
 
 def reduced_bytes(traces: Sequence[Trace]) -> float | None:
@@ -398,11 +416,16 @@ def against_meter(steps: Path, traced: Mapping[int, list[Times]]) -> dict[str, A
     }
 
 
+def sorted_rows(path: Path, columns: Sequence[str]) -> list[dict[str, Any]]:
+    """Rows in step order."""
+    return sorted(read_steps(path, columns).to_pylist(), key=lambda row: row["step"])
+
+
 def profiled_steps(path: Path) -> dict[int, list[dict[str, Any]]]:
     """Profiled rows by rank, in step order."""
     columns = ["step", "rank", "profiled", *(column for column, _ in QUANTITIES.values()), AROUND]
     rows: dict[int, list[dict[str, Any]]] = {}
-    for row in sorted(read_steps(path, columns).to_pylist(), key=lambda row: row["step"]):
+    for row in sorted_rows(path, columns):
         if row["profiled"]:
             rows.setdefault(row["rank"], []).append(row)
     return rows

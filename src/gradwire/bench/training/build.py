@@ -23,7 +23,10 @@ from gradwire.comm.collectives import IslandReducer, Reducer, build_islands
 from gradwire.comm.collectives.quorum import QuorumReducer
 from gradwire.comm.collectives.world import World
 from gradwire.comm.compressors import build as build_compressor
+from gradwire.comm.compressors.reduction import encoding_of
+from gradwire.comm.compressors.rehearsal import rehearse
 from gradwire.comm.parallel import optimizers
+from gradwire.comm.parallel.mesh import local
 from gradwire.lm.data.shards import Shards
 from gradwire.lm.models import causal
 
@@ -152,6 +155,25 @@ def build_reducer(settings: Settings, world: World) -> Reducer | None:
         inner = build_compressor(cell.inside.method, **cell.inside.options)
         inside = Reducer(inner, islands.inside, seed=seed, **reducer_options(cell.inside))
     return IslandReducer(compressor, islands, inside=inside, seed=seed, **reducer_options(cell))
+
+
+def kinds_of_steps(optimizer: torch.optim.Optimizer, dense_steps: int, steps: int) -> list[str]:
+    """The kind of each step of a run: steps of a kind communicate alike."""
+    kind = optimizer.kind if isinstance(optimizer, optimizers.Communicating) else lambda step: optimizers.ALIKE
+    return ["dense" if step < dense_steps else kind(step) for step in range(steps)]
+
+
+def rehearse_codecs(cell: Cell, parts: Parts, device: torch.device) -> None:
+    """Compile what the run encodes and decodes with in any step, of gradients and of parameters, before the first one.
+
+    A kernel compiles in its first call, which takes seconds: a rank would measure it in the step that makes this call.
+    """
+    compressors = parts.reducer.compressors if parts.reducer is not None else set()
+    if cell.param_compress != "none":
+        encoding = encoding_of(cell.param_compress)
+        compressors.add(build_compressor(encoding.method, **encoding.options))
+    shapes = [tuple(local(p).shape) for p in parts.model.parameters() if p.requires_grad]
+    rehearse(compressors, shapes, device, feedback=cell.reduction.error_feedback)
 
 
 def reducer_options(cell: Cell) -> dict[str, Any]:

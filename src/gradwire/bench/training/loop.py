@@ -15,12 +15,12 @@ from torch.profiler import record_function
 
 from gradwire.base.errors import NonFiniteGradient, RunFault, Stopped
 from gradwire.bench.training import results
-from gradwire.bench.training.build import Outcome, build
+from gradwire.bench.training.build import Outcome, build, kinds_of_steps, rehearse_codecs
 from gradwire.bench.training.checkpoint import RunState
 from gradwire.bench.training.faults import GroupFaults
 from gradwire.bench.training.group import Group
 from gradwire.bench.training.measure import Clock, Counters, Row, sampled, transmitted, transmitted_since
-from gradwire.bench.training.monitor import profiled_range, profiling, progress, scalars
+from gradwire.bench.training.monitor import profiling, progress, scalars
 from gradwire.bench.training.objective import Quality, evaluate
 from gradwire.bench.training.settings import Settings
 from gradwire.bench.training.step import (
@@ -32,6 +32,7 @@ from gradwire.bench.training.step import (
     micro_batches,
     set_learning_rate,
 )
+from gradwire.bench.training.timetable import timetable
 from gradwire.comm import parallel
 from gradwire.comm.collectives import Reducer, ops
 from gradwire.comm.collectives.meter import METER
@@ -41,6 +42,11 @@ from gradwire.comm.parallel import optimizers
 from gradwire.comm.parallel.verify import SyncCheck
 from gradwire.lm.data.batches import eval_batches
 from gradwire.lm.data.shards import Shards
+
+NO_PROFILE = (
+    "gradwire train: NOTE: the run is too short to profile and to time steps of each kind ({}): its times per step are "
+    "not those of a longer run; raise `steps`."
+)
 
 
 def train(
@@ -89,7 +95,12 @@ class Loop:
         self.faults = None if self.group is None else GroupFaults(settings, self.group)
         self.start = self.state.resume() if self.group is None else self._joined(self.group)
         self._sync = SyncCheck(model, optimizer, settings.verify_sync)
-        self._profiled = profiled_range(self.training, self.start)
+        self._kinds = kinds_of_steps(optimizer, self.outcome.dense_steps, self.training.steps)
+        self._timetable = timetable(self.training, self._kinds, self.start)
+        if self._timetable.lacking and world.rank == 0 and self.start == 0:
+            print(NO_PROFILE.format(", ".join(self._timetable.lacking)), file=sys.stderr, flush=True)
+        if world.world_size > 1:
+            rehearse_codecs(settings.cell, self.parts, world.device)
         self._counters = Counters(reducer)
         self._timed = world.device.type == "cpu" and not world.simulated
         clock = Clock(world.device)
@@ -126,7 +137,7 @@ class Loop:
         self.parts.model.train()
         with (
             progress(folder, training.steps, self.start, self.world) as show,
-            profiling(training, self.start, self.state.trace, self.world) as end_step,
+            profiling(self._timetable.profiled, self.start, self.state.trace, self.world) as end_step,
             scalars(self.settings, outcome.rows, self.world) as log,
         ):
             try:
@@ -178,7 +189,7 @@ class Loop:
         self._sync.before(step)
         self._counters.start()
         before = transmitted()
-        profiled = step in self._profiled
+        profiled = step in self._timetable.profiled
         measured = METER.measuring() if profiled else nullcontext()
         with sampled(reducer if self._evaluated(step) and averages else None, self.outcome.memory) as sample:
             with measured, record_function("gradwire/step"):
@@ -189,8 +200,8 @@ class Loop:
         row |= sample | self._counters.stop(timed=self._timed or profiled)
         row["bytes_parameters_raw"] = self._parameters_unhooked(step, row["passes"])
         self._sync.after(step)
-        row |= {"step": step, "rank": self.world.rank, "lr": lr}
-        return row | {"warmup": step < training.warmup_steps, "profiled": profiled}
+        row |= {"step": step, "rank": self.world.rank, "kind": self._kinds[step], "lr": lr}
+        return row | {"warmup": step < self._timetable.first, "profiled": profiled}
 
     def _evaluated(self, step: int) -> bool:
         """Whether the run is evaluated after ``step``."""

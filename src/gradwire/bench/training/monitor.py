@@ -23,17 +23,10 @@ from tqdm import tqdm
 
 from gradwire.base.errors import BadInput, RunFault
 from gradwire.base.files import whole, write_json, writing
-from gradwire.bench.config import Training
 from gradwire.bench.training.settings import Settings
 from gradwire.comm.collectives.world import World
 
 QUIET_LOG = "6"  # above every level of the profiler's own log, which goes to stderr
-
-
-def profiled_range(training: Training, start: int) -> range:
-    """The profiled steps, after the run's warm-up; ``start`` is the first step of this process."""
-    first = max(training.warmup_steps, start)
-    return range(first, min(first + training.profiled_steps, training.steps))
 
 
 def trace_file(run_folder: Path, world: World) -> Path:
@@ -48,9 +41,8 @@ def recorder_options(activities: list[ProfilerActivity]) -> dict[str, Any]:
 
 
 @contextmanager
-def profiling(training: Training, start: int, path: Path, world: World) -> Iterator[Callable[[], None]]:
-    """Profile the steps of `profiled_range` and write the trace to ``path``; yield what ends each optimizer step."""
-    steps = profiled_range(training, start)
+def profiling(steps: range, start: int, path: Path, world: World) -> Iterator[Callable[[], None]]:
+    """Profile steps and write the trace to ``path``; yield what ends each optimizer step, from ``start`` on."""
     if len(steps) < 2:  # the profiler's warm-up step alone records nothing
         yield lambda: None
         return

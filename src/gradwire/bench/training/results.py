@@ -43,6 +43,7 @@ STEPS = pa.schema(
         *((name, pa.int64()) for name in ("bytes_raw", "bytes_sent", "bytes_index")),
         *((name, pa.float64()) for name in ("residual_norm", "grad_rel_error", "grad_rel_error_linf", "grad_cos_sim")),
         *((name, pa.bool_()) for name in ("warmup", "profiled")),
+        ("kind", pa.string()),
         ("val_loss", pa.float64()),
         *((name, pa.float64()) for name in ("clipped_fraction", "sample_norm_mean", "epsilon", "around_ms")),
     ]

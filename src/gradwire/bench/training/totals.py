@@ -15,6 +15,7 @@ import numpy as np
 
 from gradwire.base.files import digest
 from gradwire.bench.config import Run
+from gradwire.bench.statistics.kinds import weights
 from gradwire.bench.training.build import Outcome
 from gradwire.bench.training.measure import COLUMNS, COUNTED, Row
 from gradwire.bench.training.objective import ADJACENCY
@@ -36,21 +37,25 @@ PRIVACY = (
 def times(rows: list[Row]) -> Row:
     """Statistics of step times, without warm-up and profiled steps; a step's time is its slowest rank's.
 
-    They are null for simulated ranks.
+    In means a kind of steps has the share that it has of all steps after the warm-up. They are null for simulated
+    ranks.
     """
     slowest: dict[int, float] = {}
     tokens: dict[int, int] = {}
+    kinds = {row["step"]: row["kind"] for row in rows if not row["warmup"]}
     for row in rows:
         if not row["warmup"] and not row["profiled"] and row["step_ms"] is not None:
             slowest[row["step"]] = max(slowest.get(row["step"], 0.0), row["step_ms"])
             tokens[row["step"]] = tokens.get(row["step"], 0) + row["tokens"]
     measured = np.array(list(slowest.values()))
     percentiles = {name: float(np.percentile(measured, int(name[1:]))) for name in ("p50", "p90", "p95") if slowest}
+    share = weights([kinds[step] for step in slowest], [*kinds.values()]) if slowest else []
+    mean = float(measured @ share) if slowest else None
     return {
         "measured_steps": len(slowest),
-        "step_time_ms_mean": float(measured.mean()) if slowest else None,
+        "step_time_ms_mean": mean,
         **{f"step_time_ms_{name}": percentiles.get(name) for name in ("p50", "p90", "p95")},
-        "tokens_per_s": float(sum(tokens.values()) / (measured.sum() / 1000)) if slowest else None,
+        "tokens_per_s": 1000 * float(np.array([*tokens.values()]) @ share) / mean if mean else None,
     }
 
 

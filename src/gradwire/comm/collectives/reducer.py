@@ -222,6 +222,14 @@ class Reducer:
         return None
 
     @property
+    def compressors(self) -> set[Compressor]:
+        """All that it encodes with, in any step, and its parts; residuals are kept by one too."""
+        codecs = [reducer.codec for reducer in (self, *self.parts.values())]
+        stores = {codec.options.feedback for codec in codecs} - {None, "float32"}
+        methods = {method for codec in codecs for method in codec.schedule.plateaus}
+        return methods | {as_compressor(store) for store in stores if store is not None}
+
+    @property
     def loss_scale(self) -> float:
         """The factor of the present step's loss, as of `torch.amp.GradScaler`; 1 at first. Set it before the backward.
 

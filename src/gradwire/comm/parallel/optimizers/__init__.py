@@ -21,9 +21,9 @@ from gradwire.base.errors import unknown
 from gradwire.base.strict import checked
 from gradwire.comm.collectives import Reducer
 from gradwire.comm.communication import LOCAL, PRESETS, Streaming, home, preset
-from gradwire.comm.parallel.optimizers.base import Communicating, synchronized
+from gradwire.comm.parallel.optimizers.base import ALIKE, Communicating, synchronized
 
-__all__ = ["Communicating", "available", "build", "build_inner", "synchronized"]
+__all__ = ["ALIKE", "Communicating", "available", "build", "build_inner", "synchronized"]
 
 INNER = ("adamw", "muon", "sgd")
 ROUNDS = {  # arguments of local updates, by a cell's option

@@ -35,6 +35,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import torch
@@ -43,7 +44,7 @@ from torch.optim import AdamW
 
 from gradwire.base.errors import BadInput, RunFault
 from gradwire.comm.collectives import Layout, Reducer, ops, state
-from gradwire.comm.parallel.optimizers.base import AnyCompressor, Communicating, step_without_hooks
+from gradwire.comm.parallel.optimizers.base import LOCAL_STEP, AnyCompressor, Communicating, step_without_hooks
 from gradwire.comm.parallel.strategy import clip_grad_norm, local, strategy_of
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -324,6 +325,7 @@ class ZeroOneAdam(CommunicatingAdam):
         if self.freeze_step < dense:
             raise BadInput(f"freeze_step is {freeze_step}; it must be at least dense_steps ({dense}).")
         self.updates = update_steps(dense, self.freeze_step, variance_kappa)
+        self._kinds: list[str] = []  # of the first steps, as far as they were asked for
         self.drifts: dict[str, Drift] = {}  # by parameter; empty while the ranks are synchronised
         self.local_steps = 0  # since the last synchronisation
         self.alone = False  # whether the current step sends nothing; from `average` to `move`
@@ -332,6 +334,20 @@ class ZeroOneAdam(CommunicatingAdam):
     def averages_gradients(self) -> bool:
         """Whether the current step is in the warm-up or updates the variance."""
         return super().averages_gradients or self.reducer.step in self.updates
+
+    def kind(self, step: int) -> str:
+        """Whether a step averages gradients, synchronises, or does neither."""
+        while len(self._kinds) <= step:
+            self._kinds.append(self._next_kind())
+        return self._kinds[step]
+
+    def _next_kind(self) -> str:
+        """The kind of the step after the known ones."""
+        step = len(self._kinds)
+        if step < self.dense_steps or step in self.updates:
+            return "mean gradient"
+        made = sum(1 for _ in takewhile(LOCAL_STEP.__eq__, reversed(self._kinds)))
+        return LOCAL_STEP if self.rests(step, made) else "mean momentum"
 
     @property
     def in_step(self) -> bool:
@@ -353,14 +369,17 @@ class ZeroOneAdam(CommunicatingAdam):
 
     def exchange_momenta(self, momenta: Mapping[str, Tensor]) -> None:
         """Average the mean momenta since the last synchronisation if one is due; otherwise send nothing."""
-        step = self.reducer.step
-        interval = min(2 ** (max(0, step - self.freeze_step) // self.local_doubling), self.max_local_steps)
-        self.alone = self.local_steps + 1 < interval and step != self.last_step
+        self.alone = self.rests(self.reducer.step, self.local_steps)
         if self.alone:
             self.reducer.skip(self.layout)
             self.delivered = dict(momenta)
         else:
             self.delivered = self.means({name: self._mean(name, momentum) for name, momentum in momenta.items()})
+
+    def rests(self, step: int, local_steps: int) -> bool:
+        """Whether a step of momenta sends nothing, after so many that sent nothing either."""
+        interval = min(2 ** (max(0, step - self.freeze_step) // self.local_doubling), self.max_local_steps)
+        return local_steps + 1 < interval and step != self.last_step
 
     def apply(self, delivered: Mapping[str, Tensor]) -> None:
         """Take a local step, or a step from the last synchronised parameters with the mean momenta."""

@@ -31,6 +31,7 @@ from gradwire.comm.parallel.strategy import Strategy, attach, strategy_of
 from gradwire.comm.parallel.wrap import wrap
 from gradwire.comm.torch_internals import allocating, has_comm_hook
 
+ALIKE, LOCAL_STEP = "alike", "local"  # kinds of steps: where all communicate alike; where nothing is sent
 TORCH = ("state", "param_groups")  # entries of the state of every torch optimizer
 
 AnyCompressor = Compressor | str | Mapping[str, Any]
@@ -124,6 +125,10 @@ class Communicating(Optimizer):
     @abstractmethod
     def dense_steps(self) -> int:
         """Number of first steps in which everything travels as float32."""
+
+    def kind(self, step: int) -> str:
+        """The kind of an optimizer step after the dense ones, counted from 0: steps of a kind communicate alike."""
+        return ALIKE
 
     @property
     def outer_bytes(self) -> int | None:

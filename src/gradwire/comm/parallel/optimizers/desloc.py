@@ -20,7 +20,7 @@ from torch.optim import Adam, AdamW, Optimizer
 from gradwire.base.errors import BadInput
 from gradwire.comm.communication import Outer
 from gradwire.comm.parallel.mesh import local
-from gradwire.comm.parallel.optimizers.base import Communicating
+from gradwire.comm.parallel.optimizers.base import LOCAL_STEP, Communicating
 from gradwire.comm.parallel.optimizers.diloco import DiLoCo, Interval, Rounds
 from gradwire.comm.parallel.optimizers.muon import Muon
 
@@ -64,6 +64,11 @@ class DesLoc(DiLoCo):
         }
         super().__init__(optimizer, model, sync_every=sync_every, outer=outer, **options)
         self.received: dict[str, dict[str, Tensor]] = {}  # mean moments by key and name, from `average` to `move`
+
+    def kind(self, step: int) -> str:
+        """What a step averages."""
+        averaged = {"parameters": self.rounds, **self.intervals}
+        return ", ".join(name for name, rounds in averaged.items() if rounds.ends(step)) or LOCAL_STEP
 
     def due(self, step: int) -> bool:
         """Whether a step averages the parameters or a moment."""

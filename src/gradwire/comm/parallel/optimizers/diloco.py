@@ -35,7 +35,7 @@ from gradwire.comm.collectives.queue import Handle
 from gradwire.comm.collectives.quorum import QuorumReducer
 from gradwire.comm.communication import Outer
 from gradwire.comm.parallel.checks import described, parameters_of, shown
-from gradwire.comm.parallel.optimizers.base import AnyCompressor, Communicating, copy_tensors
+from gradwire.comm.parallel.optimizers.base import LOCAL_STEP, AnyCompressor, Communicating, copy_tensors
 from gradwire.comm.parallel.optimizers.quorum import Quorum, digest_of, prepare_group
 from gradwire.comm.parallel.strategy import clip_grad_norm, local, strategy_of
 
@@ -134,6 +134,10 @@ class DiLoCo(Communicating):
     def dense_steps(self) -> int:
         """The steps of the dense rounds."""
         return self.rounds.began(self.dense_rounds)
+
+    def kind(self, step: int) -> str:
+        """Whether a step ends a round."""
+        return "end of round" if self.rounds.ends(step) else LOCAL_STEP
 
     def due(self, step: int) -> bool:
         """Whether a step communicates: the last one of a round does."""

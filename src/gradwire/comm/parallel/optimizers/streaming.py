@@ -22,6 +22,7 @@ from gradwire.base.strict import checked
 from gradwire.comm.collectives import state
 from gradwire.comm.collectives.queue import Handle
 from gradwire.comm.communication import Streaming
+from gradwire.comm.parallel.optimizers.base import LOCAL_STEP
 from gradwire.comm.parallel.optimizers.diloco import DiLoCo, Interval
 from gradwire.comm.parallel.strategy import blocks
 
@@ -81,6 +82,12 @@ class StreamingDiLoCo(DiLoCo):
             (number + 1) * sync_every // fragments for number in range(fragments)
         ]  # steps of a round after which each is sent
         self.in_flight: tuple[int, Handle] | None = None  # a fragment's number, and its reduction
+
+    def kind(self, step: int) -> str:
+        """Whether a step sends or receives a fragment, or is the last one."""
+        does = {"last": self.last(step), "sends": self.sends(step) is not None}
+        does["receives"] = step >= self.delay and self.sends(step - self.delay) is not None
+        return " and ".join(name for name, holds in does.items() if holds) or LOCAL_STEP
 
     def due(self, step: int) -> bool:
         """Whether a step sends or receives a fragment, or is the last one."""
