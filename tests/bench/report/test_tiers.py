@@ -13,7 +13,7 @@ from gradwire.base.files import write_json
 from gradwire.bench.report.rows.quality import PerplexityReference, differences, perplexity_reference, with_quality
 from gradwire.bench.report.rows.record import Result
 from gradwire.bench.report.tables.summary import summary
-from gradwire.bench.report.tables.tiers import backend_factors, tiers
+from gradwire.bench.report.tables.tiers import backend_factors, ceilings, tiers
 from gradwire.cli import main
 
 WORSE = {"none": 0.0, "bf16-native": 0.1, "exchange": 0.0, "int8": 0.4, "int4": 3.2, "powersgd": 12.0}
@@ -113,6 +113,17 @@ def page():
     found = PerplexityReference.of("Q", quality_rows())
     rows, _ = with_quality(experiment(), found)
     return summary("links", rows, tiers(rows, found))
+
+
+def test_a_cell_that_is_faster_than_its_bytes_allow_is_named():
+    found = PerplexityReference.of("Q", quality_rows())
+    none, int8, int4 = (row("ddp", label, "100mbit") for label in ("none", "int8", "int4"))
+    m = none.transfer_time_ms / (1e3 * COMPUTE)
+    least = none.step_time_ms_p50 * (1 + m / 3.94) / (1 + m)
+    at, above = (int8.model_copy(update={"step_time_ms_p50": least / share}) for share in (1, 1.17))
+    assert ceilings([none, int4, at], found)[1:] == ("passed", "3 of 3 cells")
+    assert ceilings([none, int4, above], found)[1:] == ("marked", "2 of 3 cells; above: ddp/int8/ws2/100mbit (117 %)")
+    assert ceilings([int4, above], found).state == "not checked"
 
 
 def test_the_tier_table_has_the_law_s_gains(page):

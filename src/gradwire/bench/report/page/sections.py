@@ -42,6 +42,7 @@ from gradwire.bench.report.tables.comparison import QUANTITIES, common, differen
 from gradwire.bench.report.tables.headline import Finding, against_its_optimizer, averages, place
 from gradwire.bench.report.tables.summary import distinct, versions
 from gradwire.bench.report.tables.table import MISSING, Column, Table, text
+from gradwire.bench.report.tables.tiers import ceilings
 from gradwire.bench.report.tables.time_to_loss import TARGETS, records
 from gradwire.bench.statistics.cost_model import Model, leave_one_link_out
 from gradwire.bench.statistics.seeds import Estimate, percents
@@ -139,7 +140,10 @@ def validity(data: Data) -> Content:
     }
     return {
         "properties": [(name, text) for name, text in properties.items() if text],
-        "gates": gates(results, data.cells, data.results_dir, data.shared),
+        "gates": [
+            *gates(results, data.cells, data.results_dir, data.shared),
+            ceilings(data.ok, data.quality),
+        ],
         "failures": [row for row in results if row.status != "ok"],
     }
 

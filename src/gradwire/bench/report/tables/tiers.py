@@ -17,7 +17,7 @@ import numpy as np
 
 from gradwire.base.units import UNSHAPED
 from gradwire.bench.config import BASELINE
-from gradwire.bench.report.rows.checks import machine
+from gradwire.bench.report.rows.checks import Gate, listed, machine
 from gradwire.bench.report.rows.quality import PerplexityReference
 from gradwire.bench.report.rows.record import Result
 from gradwire.bench.report.tables.cells import COMPRESSOR, LINK, SEEDS, STRATEGY, WORLD, WORSE
@@ -193,6 +193,22 @@ def section(place: Place, cells: Sequence[Gain]) -> str:
     answers = "; ".join(f"within {limit} %: {f'`{label}`' if label else 'none'}" for limit, label in fastest.items())
     records = [cell.record([limit for limit in TIERS if fastest[limit] == cell.row.compressor]) for cell in cells]
     return f"### {strategy}, W = {world}, {link}\n\nFastest {answers}.\n\n{markdown_of(records, TIER)}"
+
+
+def ceilings(ok: Iterable[Result], quality: PerplexityReference) -> Gate:
+    """Whether no cell on a link is faster than its bytes allow: a time of it or of its baseline is wrong then."""
+    name = "no cell is faster than its ceiling on its link"
+    reached = {
+        f"{strategy}/{cell.row.compressor}/ws{world}/{link}": round(share)
+        for (strategy, world, link, _), cells in gains([row for row in ok if row.world_size > 1], quality).items()
+        for cell in cells
+        if not math.isnan(share := cell.record(())["of_ceiling"])
+    }
+    if not reached:
+        return Gate(name, "not checked", f"no cell and {BASELINE} were timed and profiled on a link")
+    above = [f"{cell} ({share} %)" for cell, share in reached.items() if share > 100]
+    summary = f"{len(reached) - len(above)} of {len(reached)} cells"
+    return Gate(name, "marked" if above else "passed", summary + (f"; above: {listed(above)}" if above else ""))
 
 
 def byte_ratio(row: Result) -> float:
