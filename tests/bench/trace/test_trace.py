@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch_tb_profiler.profiler.data import RunProfileData
 from traces import event, profile_of, steps, write_trace
 
 from gradwire.base.errors import BadInput
@@ -416,13 +417,22 @@ def brute_force(path):
         yield {name: time / 1e6 for name, time in total.items()}
 
 
-def test_a_real_gloo_trace_agrees_with_brute_force_and_with_the_meter(tmp_path, world):
+def steps_in_tensorboard(path):
+    """The steps that TensorBoard's plugin finds in a trace, with communication in each."""
+    found = RunProfileData.parse("rank", None, str(path), str(path.parent))
+    assert found.has_communication and {node.step_name for node in found.comm_node_list} == {*found.steps_names}
+    return [f"ProfilerStep#{name}" for name in found.steps_names]
+
+
+def test_a_real_gloo_trace_agrees_with_brute_force_and_with_the_meter_and_opens_in_tensorboard(tmp_path, world):
     (tmp_path / "profiler").mkdir()
     metered = world(2).run(traced, tmp_path)
     profile = profile_of(tmp_path)
     assert set(profile["comm_time_ms_by_op_per_step"]) == {"all_reduce", "reduce_scatter", "all_to_all"}
     for rank, rank_profile in profile["ranks"].items():
-        oracle = list(brute_force(tmp_path / "profiler" / f"rank{rank}.pt.trace.json.gz"))
+        trace = tmp_path / "profiler" / f"rank{rank}.pt.trace.json.gz"
+        oracle = list(brute_force(trace))
+        assert steps_in_tensorboard(trace) == [*rank_profile["per_step"]]
         for step, brute in zip(rank_profile["per_step"].values(), oracle, strict=True):
             assert step["comm_time_ms_per_step"] == pytest.approx(brute["communication"], abs=1e-6)
             assert step["compute_ms_per_step"] == pytest.approx(brute["compute"], abs=1e-6)
