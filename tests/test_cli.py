@@ -10,6 +10,8 @@ from types import ModuleType
 
 import pytest
 from pydantic import Field
+from torch.distributed import launch as torch_launch
+from torch.distributed.run import config_from_args
 
 from gradwire import __version__, cli
 from gradwire.base.errors import BadInput, CheckFailed, GradwireError, RunFault, Stopped
@@ -55,6 +57,26 @@ def test_usage_names_every_verb_and_exit_code(capsys):
     assert cli.main([]) == 2
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out.endswith(f"{__version__}\n")
+
+
+MODEL = "--model_dir model --data_path shards"
+
+
+@pytest.mark.parametrize("spelling", ["--local-rank", "--local_rank"])
+@pytest.mark.parametrize(
+    ("verb", "flags"),
+    [
+        ("train", "--data_path shards --output_dir run"),
+        ("norms", f"{MODEL} --output_dir norms"),
+        ("grads collect", f"{MODEL} --output_path rows --dim 64"),
+    ],
+)
+def test_the_local_rank_that_torch_distributed_launch_passes_is_the_verbs(verb, flags, spelling):
+    words = ["--nproc_per_node", "2", "-m", "gradwire", *verb.split(), *flags.split()]
+    *_, passed = config_from_args(torch_launch.parse_args(words))
+    given = [word.replace("--local-rank=${local_rank}", f"{spelling}=1") for word in passed]
+    command = Command(given[given.index("gradwire") + 1 :])
+    assert given != passed and (command.name, command.arguments.local_rank) == (verb, 1)
 
 
 def test_an_unknown_verb_gets_a_suggestion(capsys):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,6 +20,8 @@ from gradwire.base.errors import DONE, BadInput, did_you_mean, unknown
 from gradwire.base.extras import missing
 from gradwire.base.failures import CHECK, clear_failure, is_rank, refuse_again, write_failure
 from gradwire.base.flags import COUNT, check_numbers, check_paths, writable
+
+LOCAL_RANK = re.compile(r"--local[-_]rank=\d+")  # as `torch.distributed.launch` passes it
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
@@ -79,9 +82,14 @@ def verbs() -> dict[str, Any]:
 def verb_of(words: Sequence[str]) -> tuple[str, list[str]]:
     """Split a command into its verb (one or two words) and the verb's arguments.
 
+    ``python -m torch.distributed.launch`` puts ``--local-rank=N`` in front of the verb, which is an argument of it.
+
     Raises:
         BadInput: If the verb is unknown.
     """
+    if words and LOCAL_RANK.fullmatch(words[0]):
+        name, rest = verb_of(words[1:])
+        return name, [*rest, words[0]]
     for length in (2, 1):
         name = " ".join(words[:length])
         if name in verbs() and len(words) >= length:
