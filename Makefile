@@ -8,7 +8,7 @@
 # make test-slurm [ONLY=expression]      the smoke experiment on a Slurm of its own; needs root and Debian's slurm-wlm, munge
 # make test-container                    the smoke experiment in the image, which is built for it
 # make nightly                           all of these, one after another
-# make train ARGS="--data_path ... --output_dir ..." [RANKS=2]   one run by hand: what is here, then its log, shown and kept
+# make train ARGS="--data_path ... --output_dir ..." [RANKS=2]   one run by hand: what is here, TensorBoard, its log, shown and kept
 # make gpu [DEVICE=cpu] [PARTS="codecs model"]     what claims CUDA, checked and timed on a GPU: results/gpu
 # make tensorboard [RESULTS=results]     TensorBoard over all runs, on a free port
 # make lint                              ruff, mypy, import-linter, snakefmt, codespell, snakemake --lint
@@ -36,7 +36,7 @@ train: $(READY)
 	@$(BIN)/gradwire doctor
 	@mkdir -p logs
 	@log=logs/train-$$(date +%Y%m%d-%H%M%S).log; echo "log          $$log"; \
-	$(BIN)/gradwire launch --world_size $(RANKS) -- train $(ARGS) 2>&1 | tee $$log
+	$(BIN)/gradwire launch --tensorboard --world_size $(RANKS) -- train $(ARGS) 2>&1 | tee --ignore-interrupts $$log
 
 gpu: $(READY)
 	@PYTHON=$(BIN)/python $(if $(DEVICE),DEVICE=$(DEVICE)) $(if $(SIZE),SIZE=$(SIZE)) benchmarks/gpu.sh $(PARTS)

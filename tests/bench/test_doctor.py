@@ -6,16 +6,34 @@ import re
 import socket
 
 import pytest
+import torch
 
 from gradwire import cli
+from gradwire.bench import doctor
+from gradwire.comm.collectives import world
 
 
 @pytest.mark.full
-def test_two_ranks_collect_and_every_row_is_proven(capsys):
+@pytest.mark.parametrize(("ranks", "samples"), [(2, 16), (3, 24)])
+def test_ranks_collect_and_every_row_is_proven(ranks, samples, capsys, monkeypatch):
+    """Three GPUs are counted, and three ranks train on the CPU."""
+    monkeypatch.setattr(world, "detect_gpus", lambda: 0 if ranks == 2 else ranks)
+    monkeypatch.setattr(torch.cuda, "get_device_name", str)
     assert cli.main(["doctor", "--multi_gpu"]) == 0
     printed = capsys.readouterr().out
     assert "torch" in printed and "processors" in printed
     assert printed.count("ok  ") == 4 and "failed" not in printed
+    assert f"train a model on {ranks} ranks" in printed and f"collect {samples} gradients on {ranks} ranks" in printed
+
+
+@pytest.mark.parametrize(("gpus", "ranks", "backend"), [(8, 8, "auto"), (1, 2, "gloo"), (0, 2, "gloo")])
+def test_every_gpu_is_checked(gpus, ranks, backend, monkeypatch):
+    steps = {}
+    monkeypatch.setattr(doctor, "step", lambda title, words: steps.update({title: words}))
+    doctor.multi_gpu(gpus, 0)
+    started = [words for words in steps.values() if words[0] == "launch"]
+    assert [words[words.index("--world_size") + 1] for words in started] == 2 * [str(ranks)]
+    assert [words[words.index("--backend") + 1] for words in started] == 2 * [backend]
 
 
 def test_what_is_missing_is_named_with_the_way_to_get_it_and_is_no_failure(capsys, monkeypatch):

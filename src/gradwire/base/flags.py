@@ -28,6 +28,7 @@ class Number:
         most: The upper bound; infinity for none. The number must be finite in any case.
         above: Whether the lower bound is exclusive.
         below: Whether the upper bound is exclusive.
+        words: Words that are taken in place of a number.
     """
 
     kind: type[int] | type[float]
@@ -35,10 +36,11 @@ class Number:
     most: float = math.inf
     above: bool = False
     below: bool = False
+    words: tuple[str, ...] = ()
 
-    def __call__(self, word: str) -> float:
-        """Convert text to a number; `check` checks its bounds."""
-        return self.kind(word)
+    def __call__(self, word: str) -> float | str:
+        """Convert text to a number, unless it is one of the words; `check` checks its bounds."""
+        return word if word in self.words else self.kind(word)
 
     @property
     def __name__(self) -> str:  # argparse says "invalid int value"
@@ -155,7 +157,7 @@ def check_numbers(parser: argparse.ArgumentParser, args: argparse.Namespace) -> 
         BadInput: If one is out of bounds; the message has its flag.
     """
     for flag, kind, number in _given(parser, args):
-        if isinstance(kind, Number):
+        if isinstance(kind, Number) and number not in kind.words:
             kind.check(flag, number)
 
 

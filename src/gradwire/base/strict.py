@@ -10,6 +10,7 @@ import difflib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, TypeVar, get_args, get_origin
@@ -149,7 +150,7 @@ def add_flags(parser: argparse.ArgumentParser, model: type[BaseModel]) -> None:
     The flags of a base class come after those of the class. A base class with a ``group`` (title and description) has
     its own group in the help. A tuple takes several words; a value that is `Positional` has no flag. The type of a flag
     is that of its field, or the `Number`, `output_file` or `output_folder` in the field's annotation, whose checks
-    `check_numbers` and `check_paths` do.
+    `check_numbers` and `check_paths` do. A number or a word, ``int | Literal["auto"]``, is one flag.
     """
     for title, fields in _grouped(model):
         target = parser.add_argument_group(*title) if title else parser
@@ -189,7 +190,12 @@ def _add_flag(target: Any, name: str, field: FieldInfo) -> None:
         return
     metadata = (*getattr(annotation, "__metadata__", ()), *field.metadata)
     kind = getattr(annotation, "__origin__", annotation)
-    checks = (item for item in metadata if isinstance(item, Number) or item in CHECKS)
+    words = tuple(word for part in get_args(field.annotation) if get_origin(part) is Literal for word in get_args(part))
+    checks = (
+        replace(item, words=words) if isinstance(item, Number) else item
+        for item in metadata
+        if isinstance(item, Number) or item in CHECKS
+    )
     options |= {"type": next(checks, kind), "metavar": place.metavar if place else METAVARS[kind]}
     target.add_argument(name if place else f"--{name}", **options)
 

@@ -20,14 +20,15 @@ from gradwire.base.files import write_json
 from gradwire.base.flags import PORT
 from gradwire.base.strict import Strict
 
-RANKS, SAMPLES, DIM = 2, 16, 64
+RANKS, SAMPLES, DIM = 2, 8, 64  # ranks without several GPUs; samples of each rank; columns of a row
 
 
 class Options(Strict):
     """Flags of ``gradwire doctor``."""
 
     multi_gpu: bool = Field(
-        False, description=f"train and collect {SAMPLES} gradients on {RANKS} ranks, and check devices, port and ids"
+        False,
+        description=f"train and collect gradients on a rank per GPU, at least {RANKS}, and check devices, port and ids",
     )
     master_port: Annotated[int, PORT] = Field(0, description="port to try; 0 picks a free one")
 
@@ -55,7 +56,9 @@ def main(options: Options) -> None:
         if advice:
             print(f"  {name:<12} {advice}")
     if options.multi_gpu:
-        multi_gpu(options.master_port)
+        from gradwire.comm.collectives.world import detect_gpus
+
+        multi_gpu(detect_gpus(), options.master_port)
 
 
 def capabilities() -> Iterator[Capability]:
@@ -97,24 +100,30 @@ def output_of(*command: str) -> str:
     return ", ".join(dict.fromkeys(done.stdout.splitlines()))
 
 
-def multi_gpu(port: int) -> None:
-    """Train a small model on two ranks with a generated corpus, and collect gradients.
+def multi_gpu(gpus: int, port: int) -> None:
+    """Train a small model with a generated corpus on a rank per GPU, and collect gradients.
+
+    There are at least two ranks: they share a single GPU by gloo, and run on the CPU without one.
 
     Raises:
         CheckFailed: If a step fails.
     """
-    launch = ["launch", "--world_size", str(RANKS), "--master_port", str(port)]
+    ranks = max(RANKS, gpus)
+    samples = SAMPLES * ranks
+    backend = "gloo" if gpus < ranks else "auto"
+    launch = ["launch", "--world_size", str(ranks), "--master_port", str(port)]
     with tempfile.TemporaryDirectory(prefix="gradwire-doctor-") as folder:
         corpus, run, rows = (f"{folder}/{name}" for name in ("corpus.json", "run", "rows"))
-        texts = [f"document number {number} says {number * number} and no more" for number in range(SAMPLES + 4)]
+        numbers = range(samples + samples // 4)
+        texts = [f"document number {number} says {number * number} and no more" for number in numbers]
         write_json(Path(corpus), [{"id": f"doc{n}", "title": f"{n}", "text": text} for n, text in enumerate(texts)])
-        shared = f"--data_path {corpus} --cache_dir {folder}/tokens --max_length 64"
+        shared = f"--data_path {corpus} --cache_dir {folder}/tokens --max_length 64 --backend {backend}"
         train = f"train {shared} --output_dir {run} --model micro --vocab_size 290 --batch_size 2 --steps 2"
         train += " --warmup_steps 0 --lr_warmup_steps 1 --no-profile"
         collect = f"grads collect {shared} --model_dir {run}/final_model --output_path {rows} --dim {DIM}"
-        collect += f" --max_samples {SAMPLES} --save_interval 3"
-        step(f"train a model on {RANKS} ranks", [*launch, "--", *train.split()])
-        step(f"collect {SAMPLES} gradients on {RANKS} ranks", [*launch, "--", *collect.split()])
+        collect += f" --max_samples {samples} --save_interval 3"
+        step(f"train a model on {ranks} ranks", [*launch, "--", *train.split()])
+        step(f"collect {samples} gradients on {ranks} ranks", [*launch, "--", *collect.split()])
         step("merge their rows", f"grads aggregate --base_path {rows} --dim {DIM}".split())
         step("check every row's sample", f"grads validate --output_dir {rows} --recompute 4".split())
 

@@ -17,10 +17,12 @@ from pathlib import Path
 
 import pytest
 
+from gradwire import cli
 from gradwire.base.errors import BadInput, RunFault
 from gradwire.base.failures import lost_peer
 from gradwire.bench.launch.fork import _wait
 from gradwire.bench.launch.ranks import ALLOCATOR, THREADS, Ended, RankFailure, first_cause, rank_variables
+from gradwire.comm.collectives import world
 
 PROBE = Path(__file__).with_name("rank_verb.py")
 CLEAN = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", *THREADS)}
@@ -247,6 +249,9 @@ def test_a_second_attempt_at_a_fault_runs_and_removes_the_failure_file(tmp_path)
     ("flags", "complaint"),
     [
         (["--gpus", "1"], "2 ranks need a GPU each and 1 were granted"),
+        (["--world_size", "auto"], "a rank per GPU, and probe runs on the CPU: give a number"),
+        (["--world_size", "auto", "--nodes", "2"], "counts this machine's GPUs: give a number with --nodes 2"),
+        (["--tensorboard"], "--tensorboard shows a training; probe is none"),
         (["--master_addr", "192.0.2.1"], "192.0.2.1"),
         (["--nodes", "3"], "--nodes 3 cannot share --world_size 2 evenly"),
         (["--nodes", "2"], "--launcher spawn supports one machine only"),
@@ -257,6 +262,17 @@ def test_a_second_attempt_at_a_fault_runs_and_removes_the_failure_file(tmp_path)
 def test_what_cannot_be_is_refused_before_any_rank_starts(tmp_path, flags, complaint):
     ended = launch(tmp_path, {}, *flags)
     assert ended.returncode == 2 and complaint in ended.stderr and not started(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "said"),
+    [(3, "3 ranks need a GPU each and 2 were granted"), (0, "torch sees no GPU here: give a number")],
+)
+def test_auto_is_a_rank_for_each_gpu(tmp_path, monkeypatch, capsys, gpus, said):
+    monkeypatch.setattr(world, "detect_gpus", lambda: gpus)
+    train = ["train", "--data_path", str(tmp_path), "--output_dir", str(tmp_path / "run")]
+    assert cli.main(["launch", "--world_size", "auto", "--gpus", "2", "--", *train]) == 2
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

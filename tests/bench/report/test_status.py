@@ -12,7 +12,8 @@ import pytest
 
 from gradwire import cli
 from gradwire.bench.config import Run
-from gradwire.bench.report.rows.status import duration, look, overview, remaining
+from gradwire.bench.progress import PROGRESS, duration
+from gradwire.bench.report.rows.status import look, overview, remaining
 from gradwire.bench.training import monitor
 
 HERE = {"excluded": None, "quality_from": None, "shared": True}
@@ -30,7 +31,7 @@ def results(tmp_path):
         0: ("record.json", {"status": "ok", "val_ppl": 250.125, "reason": None}),
         1: ("record.json", {"status": "diverged", "val_ppl": None, "reason": "the loss is nan"}),
         2: ("train.failed.json", {"reason": "rank 1: was killed", "exit_code": 3, "last_step": 7}),
-        3: (monitor.PROGRESS, {"step": 7, "steps": 60, "loss": 5.25, "step_ms": 120.4, "ratio": 3.9, "left_s": 95.0}),
+        3: (PROGRESS, {"step": 7, "steps": 60, "loss": 5.25, "step_ms": 120.4, "ratio": 3.9, "left_s": 95.0}),
     }
     for seed, (name, content) in states.items():
         folder = tmp_path / "runs" / asked[seed].path
@@ -92,20 +93,23 @@ def test_watching_goes_on_until_all_runs_ended_and_renews_itself_on_a_terminal(r
     assert ("\033" in rest.decode()) == terminal
 
 
-def test_progress_is_written_while_a_run_goes_on_and_gone_afterwards(tmp_path, monkeypatch):
+def test_progress_is_written_and_printed_while_a_run_goes_on_and_gone_afterwards(tmp_path, monkeypatch, capsys):
     from gradwire.bench.report.rows import status
 
-    assert status.PROGRESS == monitor.PROGRESS
     monkeypatch.setattr(monitor, "WRITE_EVERY_S", 0.0)
     place = type("World", (), {"rank": 0})()
-    with monitor.progress(tmp_path, 10, 4, place) as tell:
-        for step in (4, 5):
-            tell({"step": step, "loss": 3.5, "step_ms": 10.0, "bytes_raw": 400, "bytes_sent": 100})
-        found = json.loads((tmp_path / monitor.PROGRESS).read_text())
-        assert (found["step"], found["steps"], found["loss"], found["ratio"]) == (6, 10, 3.5, 4.0)
-        assert status.state(tmp_path, time.time()).name == "running"
-    assert not (tmp_path / monitor.PROGRESS).exists()
-    assert status.state(tmp_path, time.time()).name == "waiting"
+    for every, printed in ((0.0, [5, 6]), (monitor.PRINT_EVERY_S, [])):
+        monkeypatch.setattr(monitor, "PRINT_EVERY_S", every)
+        with monitor.progress(tmp_path, 10, 4, place) as tell:
+            for step in (4, 5):
+                tell({"step": step, "loss": 3.5, "step_ms": 10.0, "bytes_raw": 400, "bytes_sent": 100})
+            found = json.loads((tmp_path / PROGRESS).read_text())
+            assert (found["step"], found["steps"], found["loss"], found["ratio"]) == (6, 10, 3.5, 4.0)
+            assert status.state(tmp_path, time.time()).name == "running"
+        assert not (tmp_path / PROGRESS).exists()
+        assert status.state(tmp_path, time.time()).name == "waiting"
+        lines = [f"step {done}/10, loss 3.500, 10 ms/step, ratio 4.00, 0 s left\n" for done in printed]
+        assert capsys.readouterr().err == "".join(lines)
 
 
 def test_states_are_json_too(results, capsys):

@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Literal
@@ -20,6 +20,7 @@ from gradwire.base.strict import Strict
 from gradwire.base.units import UNSHAPED
 from gradwire.bench.command import Command
 from gradwire.bench.launch import elastic, fork, leases, links, nodes
+from gradwire.bench.launch.board import board
 from gradwire.bench.launch.fork import Template
 from gradwire.bench.launch.ranks import FORK, check, check_address, environment, rank_variables, start
 from gradwire.comm.topology import between_islands, check_topology, link_rate
@@ -30,7 +31,9 @@ RANK = (sys.executable, "-m", "gradwire")  # command line of `gradwire` in a ran
 class Options(Strict):
     """Flags of ``gradwire launch``."""
 
-    world_size: Annotated[int, RANKS] | None = Field(None, description="number of ranks; required without --elastic")
+    world_size: Annotated[int, RANKS] | Literal["auto"] | None = Field(
+        None, description="number of ranks; auto: one for each GPU of this machine; required without --elastic"
+    )
     elastic: str | None = Field(
         None,
         description="MIN:MAX: start MAX groups that train with local updates, and start those again that are lost; the "
@@ -54,6 +57,9 @@ class Options(Strict):
         None, description="GPUs granted by a scheduler; an error if fewer than --world_size"
     )
     alone: bool = Field(False, description="for timings: run while this machine trains nothing else; wait if necessary")
+    tensorboard: bool = Field(
+        False, description="show a training in TensorBoard, on a free port that is printed, until it ends"
+    )
     command: Annotated[tuple[str, ...], Positional("VERB")] = Field(
         description="the verb to run on each rank, with its flags, after --"
     )
@@ -61,7 +67,7 @@ class Options(Strict):
     @property
     def ranks(self) -> int:
         """Number of ranks, with --elastic of each group."""
-        return self.world_size or 1
+        return int(self.world_size or 1)
 
 
 def main(options: Options) -> None:
@@ -73,10 +79,29 @@ def main(options: Options) -> None:
     if options.world_size is None and options.elastic is None:
         raise BadInput("launch needs --world_size N, the number of ranks.")
     command = Command(options.command)
-    if options.elastic is not None:
-        start_groups(options, options.elastic, command)
-    else:
-        start_ranks(options, command)
+    with _board(options, command):
+        if options.elastic is not None:
+            start_groups(options, options.elastic, command)
+        else:
+            start_ranks(options, command)
+
+
+def _board(options: Options, command: Command) -> AbstractContextManager[None]:
+    """TensorBoard for the run, if it is asked for.
+
+    Raises:
+        BadInput: If the verb writes nothing that TensorBoard shows, or TensorBoard could not be reached.
+    """
+    if not options.tensorboard:
+        return nullcontext()
+    if command.name != "train":
+        raise BadInput(f"--tensorboard shows a training; {command.name} is none: omit it.")
+    if options.link != UNSHAPED:
+        raise BadInput(
+            f"--tensorboard cannot be reached in the simulated network of --link {options.link}: omit it, and run "
+            "`tensorboard --logdir FOLDER` in another terminal."
+        )
+    return board(command.arguments.output_dir)
 
 
 def start_groups(options: Options, text: str, command: Command) -> None:
@@ -117,6 +142,8 @@ def check_groups(options: Options, command: Command) -> None:
 
 def start_ranks(options: Options, command: Command) -> None:
     """Run the command on ranks that all stay."""
+    if options.world_size == "auto":
+        options = options.model_copy(update={"world_size": _rank_per_gpu(options, command)})
     if options.torchrun:
         options = options.model_copy(update={"launcher": "torchrun"})
     _check_size(options, command.arguments)
@@ -135,6 +162,24 @@ def start_ranks(options: Options, command: Command) -> None:
         # On several nodes Slurm assigns the devices.
         with leases.machine(options.alone), leases.gpus(gpus) as variables, environment(variables):
             _start(options, command, launcher)
+
+
+def _rank_per_gpu(options: Options, command: Command) -> int:
+    """Return the number of this machine's GPUs.
+
+    Raises:
+        BadInput: If there are none, the verb uses none, or there are several machines.
+    """
+    from gradwire.comm.collectives.world import detect_gpus
+
+    if options.nodes != 1:
+        raise BadInput(f"--world_size auto counts this machine's GPUs: give a number with --nodes {options.nodes}.")
+    if getattr(command.arguments, "device", "cpu") == "cpu":
+        raise BadInput(f"--world_size auto starts a rank per GPU, and {command.name} runs on the CPU: give a number.")
+    gpus = detect_gpus()
+    if not gpus:
+        raise BadInput("--world_size auto starts a rank per GPU, and torch sees no GPU here: give a number.")
+    return gpus
 
 
 def _check_link(options: Options, command: Command) -> None:

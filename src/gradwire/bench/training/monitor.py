@@ -1,4 +1,4 @@
-"""Displays of a running run: a progress bar, ``progress.json``, scalars and a profile of some steps.
+"""Displays of a running run: a progress bar or lines, ``progress.json``, scalars and a profile of some steps.
 
 Scalars are the columns of ``steps.parquet`` as train/…, bytes/… and time/…. They go to TensorBoard, and to Weights &
 Biases if ``--log wandb`` asks for it. The profile has one trace per rank, for TensorBoard and Perfetto.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import os
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ from tqdm import tqdm
 
 from gradwire.base.errors import BadInput, RunFault
 from gradwire.base.files import whole, write_json, writing
+from gradwire.bench.progress import PROGRESS, duration, progress_text
 from gradwire.bench.training.settings import Settings
 from gradwire.comm.collectives.world import World
 
@@ -77,13 +79,15 @@ def _complete(trace: Path) -> bool:
         return stream.read().rstrip().endswith(b"}")
 
 
-PROGRESS = "progress.json"  # in the run's folder while it runs
-WRITE_EVERY_S = 1.0  # seconds between writes
+WRITE_EVERY_S = 1.0  # seconds between writes of the file
+PRINT_EVERY_S = 5.0  # seconds between lines where there is no terminal for a bar
 
 
 @contextmanager
 def progress(folder: Path, steps: int, start: int, world: World) -> Iterator[Callable[[dict[str, Any]], None]]:
     """Yield a function that takes each step's row; on ranks other than 0 it does nothing.
+
+    On a terminal it shows a bar; where standard error is a pipe or a file, a line every ``PRINT_EVERY_S`` seconds.
 
     Args:
         folder: The run's folder.
@@ -95,10 +99,10 @@ def progress(folder: Path, steps: int, start: int, world: World) -> Iterator[Cal
         yield lambda row: None
         return
     raw = sent = 0
-    began = written = time.monotonic()
+    began = written = printed = time.monotonic()
 
     def show(row: dict[str, Any]) -> None:
-        nonlocal raw, sent, written
+        nonlocal raw, sent, written, printed
         raw, sent = raw + (row["bytes_raw"] or 0), sent + (row["bytes_sent"] or 0)
         loss = row["loss"]
         bar.set_postfix(loss="-" if loss is None else f"{loss:.3f}", ms=f"{row['step_ms']:.0f}", refresh=False)
@@ -108,7 +112,11 @@ def progress(folder: Path, steps: int, start: int, world: World) -> Iterator[Cal
             written = now
             left = (now - began) / (done - start) * (steps - done)
             state = {"step": done, "steps": steps, "loss": loss, "step_ms": row["step_ms"]}
-            write_json(folder / PROGRESS, state | {"ratio": raw / sent if sent else None, "left_s": left})
+            state |= {"ratio": raw / sent if sent else None, "left_s": left}
+            write_json(folder / PROGRESS, state)
+            if bar.disable and now - printed >= PRINT_EVERY_S:
+                printed = now
+                print(f"{progress_text(state)}, {duration(left)} left", file=sys.stderr, flush=True)
 
     try:
         with tqdm(total=steps, initial=start, unit="step", dynamic_ncols=True, disable=None) as bar:

@@ -27,7 +27,8 @@ from gradwire.base.parent_watch import PARENT
 from gradwire.base.strict import Strict
 from gradwire.bench.config import Run
 from gradwire.bench.config.file import check, read
-from gradwire.bench.report.rows.status import State, duration, look, remaining
+from gradwire.bench.progress import duration
+from gradwire.bench.report.rows.status import State, look, remaining
 
 FOLDER = Path(__file__).parent
 PROFILES = FOLDER / "profiles"

@@ -16,9 +16,9 @@ from gradwire.base.files import read_json
 from gradwire.base.flags import SECONDS
 from gradwire.base.strict import Strict
 from gradwire.bench.config import Run
+from gradwire.bench.progress import PROGRESS, duration, progress_text
 from gradwire.bench.report.rows.runs import EXPECTED, asked_for
 
-PROGRESS = "progress.json"  # in the folder of a running run; written by training.monitor, which imports torch
 SILENT = 60.0  # seconds without progress after which a run counts as stopped
 ORDER = ("running", "stopped", "failed", "diverged", "done", "waiting", "skipped")
 CLEAR = "\033[H\033[2J"  # clears a terminal
@@ -69,10 +69,7 @@ def state(folder: Path, now: float) -> State:
         return State("done", quality if mean is None else f"{quality}, {mean:.1f} ms/step")
     if (path := folder / PROGRESS).is_file():
         progress, silent = read_json(path), now - path.stat().st_mtime
-        loss = "-" if progress["loss"] is None else f"{progress['loss']:.3f}"
-        ratio = "" if progress["ratio"] is None else f", ratio {progress['ratio']:.2f}"
-        steps = f"step {progress['step']}/{progress['steps']}"
-        text = f"{steps}, loss {loss}, {progress['step_ms']:.0f} ms/step{ratio}"
+        text = progress_text(progress)
         if silent > SILENT + progress["step_ms"] / 1000:
             return State("stopped", f"{text}; nothing heard for {duration(silent)}")
         return State("running", f"{text}, {duration(progress['left_s'])} left", progress["left_s"])
@@ -110,14 +107,6 @@ def remaining(states: dict[Run, State], results_dir: Path) -> float | None:
     records = (results_dir / "runs" / run.path / "record.json" for run, state in states.items() if state.name == "done")
     ends = [end for end in (record.stat().st_mtime for record in records) if end > began]
     return (max(ends) - began) / len(ends) * to_come if ends else None
-
-
-def duration(seconds: float) -> str:
-    """Format seconds: ``1 h 05 min``, ``3 min``, ``12 s``."""
-    if seconds < 60:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
 class Options(Strict):
