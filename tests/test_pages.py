@@ -108,6 +108,7 @@ EXCEPT = {  # page, and how the block begins: why no test runs it as it is, or w
         "docs/running.md",
         "gradwire launch --world_size 2 -- train ...",
     ): "`...`; tests/bench/training/test_checkpoints.py",
+    ("docs/running.md", "make run CONFIG=configs/gpus.yaml"): "it needs GPUs; its grid: tests/bench/config",
     ("docs/explanation/lost-machines.md", "torchft_lighthouse"): "tests/faults/test_quorum.py starts one",
     (
         "docs/explanation/lost-machines.md",

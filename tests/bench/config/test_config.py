@@ -2,6 +2,7 @@
 
 import argparse
 import inspect
+import itertools
 import json
 from pathlib import Path
 from typing import get_args
@@ -66,6 +67,19 @@ def test_the_default_experiment_is_the_grid_that_was_promised():
     assert all(made.training_of(run).evaluate == (run.link == "none") for run in runs)
     assert [run.compressor for run in runs if run.world_size == 1] == ["none"]
     assert len(runs) == len(set(runs)) == 32
+
+
+def test_the_experiment_on_gpus_has_every_compressor_on_one_to_eight_with_three_seeds():
+    made = experiment(read(ROOT / "configs/gpus.yaml"))
+    assert (made.training.device, made.model_text) == ("cuda", "62m")
+    places: dict[tuple[str, str], set[tuple[int, int]]] = {}
+    for run in made.runs():
+        places.setdefault((run.strategy, run.compressor), set()).add((run.world_size, run.seed))
+    several = {*itertools.product((2, 4, 8), (0, 1, 2))}
+    assert {label for _, label in places} == {*made.compressors} > {"none", "int8", "int4", "local-adamw"}
+    alone = {*itertools.product((1,), (0, 1, 2))}  # nothing is sent there, whatever the compressor
+    assert all(found == several | (alone if label == "none" else set()) for (_, label), found in places.items())
+    assert {strategy for strategy, label in places if label == "none"} == {strategy for strategy, _ in places}
 
 
 DDP = {"strategies": ["ddp"]}

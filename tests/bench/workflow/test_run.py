@@ -297,6 +297,18 @@ def test_a_signal_stops_snakemake_and_its_jobs(folder, number, inherited):
 
 
 @pytest.mark.full
+def test_an_experiment_on_gpus_ends_at_once_where_there_are_none(folder, monkeypatch):
+    (folder / "nvidia-smi").write_text("#!/bin/sh\n")  # lists none
+    (folder / "nvidia-smi").chmod(0o755)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    Path("experiment.yaml").write_text(yaml.safe_dump({**GOOD, "training": {**GOOD["training"], "device": "cuda"}}))
+    done = run("--cores", "2")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert done.stderr.startswith("gradwire run: training.device is cuda and there is no GPU here: ")
+    assert run("--dry_run").returncode == 0 and not Path("results/data").exists()
+
+
+@pytest.mark.full
 def test_verbose_shows_snakemakes_own_output(folder):
     done = run("--verbose", "experiment.yaml", "--", "--until", "tokenizer")
     assert done.returncode == 0 and "rule tokenizer:" in done.stderr

@@ -231,15 +231,36 @@ def test_only_what_a_change_touches_is_run_again(checkout):
     assert "shards" not in checkout.jobs()
 
 
-def test_a_run_that_needs_more_gpus_than_there_are_is_refused_not_shrunk(checkout):
+@pytest.mark.parametrize(
+    ("gpus", "options", "said"),
+    [
+        (
+            0,
+            [],
+            "device is cuda and there is no GPU here: `nvidia-smi` shows those of a machine. Run this on one with 2,",
+        ),
+        (4, ["--resources", "gpu=1"], "runs of 2 ranks need a GPU each and there are 1: "),
+        (4, [], None),
+    ],
+)
+def test_an_experiment_that_needs_more_gpus_than_there_are_ends_before_its_data(gpus, options, said, checkout):
+    """A machine has as many GPUs as its `nvidia-smi` lists; jobs are stubs, and none uses a GPU."""
+    lines = "".join(f"echo '{number}, GPU-{number}'\n" for number in range(gpus))
+    (checkout.folder / "nvidia-smi").write_text(f"#!/bin/sh\n{lines}")
+    (checkout.folder / "nvidia-smi").chmod(0o755)
     training = {**SMALL["training"], "device": "cuda"}
-    checkout.configure({**SMALL, "name": "gpus", "training": training, "compressors": {"none": {}}, "gradients": None})
-    done = checkout.snakemake("--resources", "gpu=1")
-    assert done.returncode != 0
-    (row,) = checkout.results("gpus")
-    assert row["status"] == "failed"
-    assert "2 ranks" in row["reason"]
-    assert "GPU" in row["reason"]
+    grid = {"strategies": ["fsdp2"], "world_sizes": [1, 2], "compressors": ["none"]}
+    checkout.configure({**SMALL, "name": "gpus", "training": training, "grid": [grid], "gradients": None})
+    done = checkout.run(*options)
+    results = checkout.folder / "results/gpus"
+    if said is None:
+        assert done.returncode == 0 and len([*results.rglob("record.json")]) == 2
+        assert "gpu=2" in done.stdout
+        shutil.rmtree(results)
+    else:
+        assert done.returncode == 2 and done.stdout.count(said) == 1 and not results.exists()
+        assert "`world_sizes: [1]`" in done.stdout or gpus == 0
+    (checkout.folder / "nvidia-smi").unlink()
     checkout.configure(SMALL)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import subprocess
 import sys
@@ -21,14 +22,14 @@ def board(folder: Path) -> Iterator[None]:
     """
     command, pipe = [sys.executable, "-m", __name__, str(folder)], subprocess.PIPE
     ended = threading.Event()
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, process_group=0) as process:
         reader = threading.Thread(target=_print_address, args=(process, ended), name="gradwire-tensorboard")
         reader.start()
         try:
             yield
         finally:
             ended.set()
-            process.kill()
+            os.killpg(process.pid, signal.SIGKILL)  # plugins have processes that would keep the output open
             reader.join()
 
 
@@ -41,9 +42,7 @@ def _print_address(process: subprocess.Popen[str], ended: threading.Event) -> No
 
 
 def main(folder: str) -> None:
-    """Serve until the launcher is gone, which decides what a signal means."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-
+    """Serve until the launcher is gone; end this process's group, which is not the terminal's, then."""
     from tensorboard.program import TensorBoard
 
     logging.disable(logging.WARNING)  # of plugins, for each file that they find
@@ -51,6 +50,7 @@ def main(folder: str) -> None:
     server.configure(logdir=folder, port=0, load_fast="false")  # the fast way prints a note
     print(server.launch(), flush=True)
     sys.stdin.read()
+    os.killpg(0, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -72,8 +72,8 @@ def main(options: Options) -> None:
     results = Path("results") / experiment.name
     view, dry_run = View(results), not DRY_RUN.isdisjoint(words)
     with journal(dry_run, results) as log:
-        if follow([sys.executable, "-m", "gradwire.bench.workflow.events", *words], log, view):
-            fail(results, view, log.name)
+        if code := follow([sys.executable, "-m", "gradwire.bench.workflow.events", *words], log, view):
+            fail(results, view, code, log.name)
     if not view.total:
         print("nothing to do: every job is done")
     elif dry_run:
@@ -172,14 +172,16 @@ def events(process: subprocess.Popen[str]) -> Iterator[dict[str, Any] | None]:
             yield json.loads(line)
 
 
-def fail(results: Path, view: View, log: str) -> NoReturn:
+def fail(results: Path, view: View, code: int, log: str) -> NoReturn:
     """Raise the error for a failed Snakemake.
 
     Raises:
-        BadInput: With the jobs that failed and their reasons, if each is bad input.
+        BadInput: With the jobs that failed and their reasons, if each is bad input, or with what the workflow refused.
         RunFault: With the jobs that failed and their reasons, or Snakemake's own message.
     """
     failed = view.failures.values()
+    if not failed and code == BadInput.exit_code and view.errors:
+        raise BadInput(view.errors[-1])
     error = BadInput if {job.exit_code for job in failed} == {BadInput.exit_code} else RunFault
     reasons = list(map(str, failed)) or [" ".join(text.split()) for text in view.errors[-1:]] or ["a job failed"]
     reason = "; ".join(text.rstrip(".") for text in reasons)

@@ -5,7 +5,7 @@ import sys
 from functools import cache
 from pathlib import Path
 
-from snakemake.exceptions import WorkflowError
+from snakemake.logging import logger
 from snakemake.settings.types import DeploymentMethod
 
 from gradwire.bench.config import Run
@@ -21,6 +21,7 @@ from gradwire.bench.image import (
     variant_for,
 )
 from gradwire.bench.launch.fork import share
+from gradwire.bench.launch.leases import VISIBLE, devices
 from gradwire.bench.launch.links import probe
 from gradwire.bench.launch.ranks import rank_variables
 from gradwire.base.strict import to_flags
@@ -30,6 +31,18 @@ from gradwire.base.source_digest import PACKAGE, source_digest
 from gradwire.bench.training.settings import modules
 from gradwire.bench.training.train import PRELOAD
 from gradwire.bench.config.file import EXTENDS, check, merged, read
+
+
+def refuse(reason):
+    """End Snakemake with the exit code of bad input."""
+    logger.error(str(reason))
+    raise SystemExit(BadInput.exit_code)
+
+
+def permitted_gpus():
+    """The GPUs that jobs may use; None without a limit."""
+    resource = workflow.global_resources.get("gpu")
+    return resource and resource.value
 
 
 def why_left_out(run):
@@ -53,7 +66,7 @@ RANKS_PER_NODE = config.pop("ranks_per_node", None)
 if RANKS_PER_NODE is not None and not (
     isinstance(RANKS_PER_NODE, int) and RANKS_PER_NODE > 0
 ):
-    raise WorkflowError(
+    refuse(
         f"invalid ranks_per_node {RANKS_PER_NODE}: set a positive integer in a profile (`config: ranks_per_node=8`)."
     )
 
@@ -82,7 +95,14 @@ try:
     if IN_IMAGE:
         check_image(VARIANT)
 except BadInput as error:
-    raise WorkflowError(str(error)) from None
+    refuse(error)
+
+# Runs on one machine share its GPUs, or as many as `--resources gpu=N` permits; those on a cluster get theirs from it.
+if VARIANT == "cuda" and workflow.is_main_process and workflow.nodes is None:
+    permitted, here = permitted_gpus(), len(devices())
+    workflow.register_resource(
+        "gpu", here if permitted is None else min(permitted, here)
+    )
 
 # A relative path: neither another image nor another folder has the same name. Without a checkout there is no recipe.
 IMAGE = os.path.relpath(image_file(VARIANT)) if CONTAINERS.is_dir() else None
@@ -301,6 +321,9 @@ RANKS = dict(
 )
 
 
+ON_GPUS = "train", "grads_collect", "norms"  # rules whose ranks have a GPU each
+
+
 def claim_folders():
     """Lock the experiment for this Snakemake, and its data against changes while others read them.
 
@@ -312,7 +335,34 @@ def claim_folders():
         CLAIMED.append(claim(Path(RESULTS) / ".lock"))
         CLAIMED.append(claim(Path(CORPUS) / ".lock", share=reads_only))
     except BadInput as error:
-        raise WorkflowError(str(error)) from None
+        refuse(error)
+
+
+def check_gpus():
+    """Check that there are as many GPUs as the largest run has ranks."""
+    jobs = workflow.dag.needrun_jobs()
+    ranks = [
+        gpus_needed(job.wildcards) or 0 for job in jobs if job.rule.name in ON_GPUS
+    ]
+    most, permitted = max(ranks, default=0), permitted_gpus()
+    if permitted is not None and most > permitted:
+        refuse(too_few(most, permitted))
+
+
+def too_few(wanted, there):
+    """The message for runs that want more GPUs than there are."""
+    if not there:
+        seen = os.environ.get(VISIBLE)
+        hidden = "" if seen is None else f" ({VISIBLE} is {seen!r})"
+        return (
+            f"training.device is cuda and there is no GPU here{hidden}: `nvidia-smi` shows those of a machine. Run this"
+            f" on one with {wanted}, or with `training: {{device: cpu}}`."
+        )
+    sizes = sorted({run.world_size for run in RUNS if run.world_size <= there})
+    return (
+        f"runs of {wanted} ranks need a GPU each and there are {there}: run this on a machine with {wanted}, or with "
+        f"`world_sizes: {sizes}` in `grid`."
+    )
 
 
 def share_imports():
