@@ -185,8 +185,8 @@ def collecting(folder: Path, output: Path, *modules: str) -> list[list[object]]:
     data = ("--model_dir", folder / "untrained/final_model", "--data_path", folder / "rows/shards", "--device", "cpu")
     options = ("--max_samples", SAMPLES, "--dim", DIM, "--projection", "factored", *modules)
     return [
-        [*GRADWIRE, "grads", "collect", *data, "--output_path", output, *options],
-        [*GRADWIRE, "grads", "aggregate", "--base_path", output, "--dim", DIM],
+        [*GRADWIRE, "grads", "collect", *data, "--output_path", output, "--discard_parts", *options],
+        [*GRADWIRE, "grads", "aggregate", "--base_path", output, "--dim", DIM, "--discard_parts"],
     ]
 
 

@@ -1,6 +1,6 @@
 """Peak memory, processor seconds and disk of each verb of a gradient store, over numbers of rows.
 
-    python benchmarks/store_memory.py FOLDER [ROWS ...]
+    python benchmarks/store_memory.py FOLDER [ROWS ...] [--discard_parts]
 
 FOLDER gets 100,000 documents of log-normal lengths, an untrained model of 25,056 parameters, and a store per number of
 rows, of 8,192 columns. Each verb is a process, on one thread.
@@ -49,7 +49,7 @@ def measured(words: list[str]) -> tuple[float, float]:
     return usage.ru_maxrss / 1024, usage.ru_utime + usage.ru_stime
 
 
-def main(folder: Path, counts: list[int]) -> None:
+def main(folder: Path, counts: list[int], discard: list[str]) -> None:
     """Print a line for each verb and number of rows."""
     if not (folder / "model").is_dir():
         preparing = Process(target=prepare, args=(folder,))  # a verb's peak would begin with the memory of this process
@@ -57,11 +57,11 @@ def main(folder: Path, counts: list[int]) -> None:
         preparing.join()
     model, shards = str(folder / "model"), str(folder / "data/shards")
     for count in counts:
-        run, dim = str(folder / f"rows-{count}"), str(DIM)
+        run, dim = str(folder / f"rows-{count}{'-discarded' if discard else ''}"), str(DIM)
         data = ["--model_dir", model, "--data_path", shards, "--max_samples", str(count), "--device", "cpu"]
         for words in (
-            ["collect", *data, "--output_path", run, "--dim", dim],
-            ["aggregate", "--base_path", run, "--dim", dim],
+            ["collect", *data, "--output_path", run, "--dim", dim, *discard],
+            ["aggregate", "--base_path", run, "--dim", dim, *discard],
             ["validate", "--output_dir", run],
             ["query", "--store", f"{run}/dim{dim}", "--sample_id", "d7"],
         ):
@@ -75,5 +75,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("rows", type=int, nargs="*", default=[1_000, 10_000, 100_000])
+    parser.add_argument("--discard_parts", action="store_true")
     args = parser.parse_args()
-    main(args.folder, args.rows)
+    main(args.folder, args.rows, ["--discard_parts"] * args.discard_parts)

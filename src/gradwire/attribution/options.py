@@ -101,6 +101,16 @@ class PrecisionOptions(Strict):
     )
 
 
+class PartOptions(Strict):
+    """Files that stay once their rows are merged."""
+
+    discard_parts: bool = Field(
+        False,
+        description="delete files whose rows are merged: grads-<N>, ids-<N> and meta-<N> of each rank, then its "
+        "all_orig.pt (default: all stay, which takes three times the disk of the rows)",
+    )
+
+
 class PlaceOptions(Strict):
     """Where the model of a store is now, and the device that it is loaded to."""
 

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
-from gradwire.attribution.options import Count, Projection, RowType, number_of
+from gradwire.attribution.options import Count, PartOptions, Projection, RowType, number_of
 from gradwire.attribution.query.influence import LEARNING_RATE
 from gradwire.base.errors import BadInput
 from gradwire.base.files import check_sums, read_object, whole, write_json
 from gradwire.base.flags import RANKS, output_folder
-from gradwire.base.strict import Strict, to_flags
+from gradwire.base.strict import to_flags
 from gradwire.bench.command import Command
 from gradwire.lm.data.defaults import CHAT_FORMAT, LENGTH, SKIP_INVALID, ChatFormat
 from gradwire.lm.models.saved import ADAPTER, METADATA
@@ -32,7 +32,7 @@ STATE = "trainer_state.json"  # of a Trainer's checkpoint
 RESULT, TOP, VALIDATION, SUBTASKS = "less.json", "top.jsonl", "validation.json", "subtasks.json"
 
 
-class Options(Strict):
+class Options(PartOptions):
     """Flags of ``gradwire grads less``."""
 
     data_path: Path = Field(description="training data, a corpus file")
@@ -193,7 +193,7 @@ def commands(options: Options, checkpoints: Sequence[Checkpoint]) -> Iterator[li
     """Yield the steps as command lines."""
     folder, dim = options.output_dir, str(options.dim)
     ranks = ["launch", "--world_size", str(options.num_gpus), "--"] if options.num_gpus > 1 else []
-    shared = ("dim", "projection", "store", "max_length", "chat_format", "skip_invalid")
+    shared = ("dim", "projection", "store", "max_length", "chat_format", "skip_invalid", "discard_parts")
     data = {"train": options.data_path, "validation": folder / VALIDATION}
     stores: dict[str, list[str]] = {part: [] for part in data}
     for checkpoint in checkpoints:
@@ -207,7 +207,7 @@ def commands(options: Options, checkpoints: Sequence[Checkpoint]) -> Iterator[li
             step = ["--grad_type", "adam", "--adam_variant", "less"] if part == "train" else []
             yield [*ranks, "grads", "collect", *given, *step, *to_flags(options, *shared)]
             merged = ["--base_path", collection, "--dim", dim, "--num_gpus", str(options.num_gpus)]
-            yield ["grads", "aggregate", *merged]
+            yield ["grads", "aggregate", *merged, *to_flags(options, "discard_parts")]
             stores[part].append(f"{collection}/dim{dim}")
     compared = [word for part, paths in stores.items() for word in (f"--{part}", *paths)]
     rates = [str(checkpoint.learning_rate) for checkpoint in checkpoints]

@@ -94,7 +94,7 @@ def pair(small, unmerged_pair, tmp_path_factory):
     config = {"model_dir": str(small.model), "data_path": str(small.shards), "max_samples": SAMPLES, "dim": list(DIMS)}
     (base / "run.json").write_text(json.dumps({**config, "save_interval": INTERVAL, "recompute": 3}))
     run = copied(unmerged_pair, base / "run")
-    words = ["--config_path", str(base / "run.json"), "--output_dir", str(run), "--num_gpus", "2", "--skip_training"]
+    words = ["--config_path", str(base / "run.json"), "--output_dir", str(run), "--num_gpus", "2"]
     assert cli.main(["grads", "run", *words]) == 0
     return run
 
@@ -106,9 +106,10 @@ def run(pair, tmp_path):
 
 
 @pytest.fixture
-def both(run, unmerged_pair):
-    """A copy in which the ranks have their rows, too: `grads aggregate` was killed before it deleted them."""
-    shutil.copytree(unmerged_pair, run, dirs_exist_ok=True)
+def discarded(run):
+    """A copy in which a row is in one place."""
+    for dim in DIMS:
+        assert cli.main(["grads", "aggregate", "--base_path", str(run), "--dim", str(dim), "--discard_parts"]) == 0
     return run
 
 
@@ -288,33 +289,92 @@ def written(run):
     return sorted(str(path.relative_to(run)) for path in run.rglob("dim*/*"))
 
 
-def test_the_files_are_those_of_the_contract_and_a_row_is_in_one_place(small, unmerged, alone, pair, tmp_path):
-    killed = [sys.executable, str(Path(__file__).with_name("killed_collect.py")), "13", *options(small, tmp_path)]
-    assert subprocess.run(killed, check=False).returncode == -9
-    ends = {f"{kind}-{end}" for kind, end in (("grads", "4.pt"), ("ids", "4.pkl"), ("meta", "4.parquet"))}
-    assert ends <= {path.name for path in (tmp_path / "rank_0/dim64").iterdir()}
-    part = store.read(store.part_names(tmp_path / "rank_0" / "dim100", 8))
-    assert part.rows.shape == (4, 100) and len(part.ids) == 4
-    rows, rest = "all_orig.pt", ("all_ids.pkl", "all_meta.parquet")
-    assert written(unmerged) == sorted(f"rank_0/dim{dim}/{name}" for dim in DIMS for name in (rows, *rest))
-    for run, ranks in ((alone, 1), (pair, 2)):
-        kept = [f"rank_{rank}/dim{dim}/{name}" for rank in range(ranks) for dim in DIMS for name in rest]
-        merged_ = [f"dim{dim}/{name}" for dim in DIMS for name in (rows, *rest, "manifest.json")]
-        assert written(run) == sorted([*kept, *merged_])
+NAMES = ("all_orig.pt", "all_ids.pkl", "all_meta.parquet")
+
+
+def of_rank(rank, ends, names=NAMES):
+    """A rank's files of both widths, with the blocks that end at `ends`."""
+    blocks = [
+        f"{name}-{end}.{kind}" for end in ends for name, kind in (("grads", "pt"), ("ids", "pkl"), ("meta", "parquet"))
+    ]
+    return [f"rank_{rank}/dim{dim}/{name}" for dim in DIMS for name in (*blocks, *names)]
+
+
+MERGED_FILES = [f"dim{dim}/{name}" for dim in DIMS for name in (*NAMES, "manifest.json")]
+
+
+def test_all_files_of_the_contract_stay(unmerged, alone, pair):
+    assert written(unmerged) == sorted(of_rank(0, (4, 8, 11)))
+    assert written(alone) == sorted([*of_rank(0, (4, 8, 11)), *MERGED_FILES])
+    assert written(pair) == sorted([*of_rank(0, (4, 6)), *of_rank(1, (4, 6)), *MERGED_FILES])
+    parts, all_rows = pair / "rank_1/dim100", merged(pair, 100)
+    for path, ids in ((parts / "grads-6.pt", "ids-6.pkl"), (parts / "all_orig.pt", "all_ids.pkl")):
+        rows = torch.load(path)
+        for row, id_ in zip(rows, store.read_ids(parts / ids), strict=True):
+            computed_by_rank_0 = id_ == all_rows.ids[0]  # the sampler's padding
+            assert computed_by_rank_0 or torch.equal(row, all_rows.rows[all_rows.ids.index(id_)])
+    assert all(path.stat().st_nlink == 1 for path in pair.rglob("*") if path.is_file())
+
+
+def test_discarded_parts_leave_a_row_in_one_place(small, pair, unmerged_pair, discarded, tmp_path):
+    kept = ("all_ids.pkl", "all_meta.parquet")
+    files = sorted([*of_rank(0, (), kept), *of_rank(1, (), kept), *MERGED_FILES])
+    assert written(discarded) == files
+    assert {path: sha256_file(discarded / path) for path in files} == {path: sha256_file(pair / path) for path in files}
+    assert cli.main(["grads", "validate", "--output_dir", str(discarded), "--recompute", "2"]) == 0
+    run = copied(unmerged_pair, tmp_path / "collected")
+    assert cli.main(["launch", "--world_size", "2", "--", *options(small, run), "--discard_parts"]) == 0
+    assert written(run) == sorted([*of_rank(0, ()), *of_rank(1, ())])
+
+
+def test_parts_are_not_discarded_for_rows_in_another_folder(run, tmp_path, capsys):
+    words = ["grads", "aggregate", "--base_path", str(run), "--dim", "64", "--discard_parts"]
+    assert cli.main([*words, "--output_dir", str(tmp_path / "other")]) == 2
+    assert "--discard_parts: the rows of" in capsys.readouterr().err
+    assert (run / "rank_0/dim64/grads-4.pt").is_file()
+
+
+@pytest.mark.parametrize(
+    ("changes", "discard", "printed"),
+    [
+        ({"count": 30_000}, False, "will take 5.9 GB of disk, 2.0 GB with --discard_parts"),
+        ({"count": 62_000, "store": "float16", "modules": ["a", "b"]}, True, "4.1 GB of disk, and twice that while"),
+        ({"count": 20_000}, False, ""),
+    ],
+)
+def test_the_size_of_a_large_collection_is_printed(capsys, changes, discard, printed):
+    count, *_ = changes.values()
+    further = {name: value for name, value in changes.items() if name != "count"}
+    store.note_size(origin(count, method="loop", projection="sjlt", dims=[8192, 8192], **further), discard)
+    said = capsys.readouterr().err
+    assert printed in said and bool(said) == bool(printed)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_merged_collection_is_merged_again_and_collected_no_more(small, alone, pair, tmp_path, ranks):
+@pytest.mark.parametrize("discard", [[], ["--discard_parts"]])
+def test_a_merged_collection_is_merged_again_and_collected_no_more(small, alone, pair, tmp_path, ranks, discard):
     run = copied({1: alone, 2: pair}[ranks], tmp_path / "run")
+    aggregate = ["grads", "aggregate", "--base_path", str(run), "--dim", "64"]
+    assert cli.main([*aggregate, *discard]) == 0
     before = {path: sha256_file(run / path) for path in written(run)}
     launch = ["launch", "--world_size", "2", "--"] * (ranks - 1)
     assert cli.main([*launch, *options(small, run)]) == 0
-    assert cli.main(["grads", "aggregate", "--base_path", str(run), "--dim", "64"]) == 0
+    assert cli.main(aggregate) == 0
     assert {path: sha256_file(run / path) for path in written(run)} == before
-    elsewhere = ["grads", "aggregate", "--base_path", str(run), "--dim", "64", "--output_dir", str(tmp_path / "copy")]
-    assert cli.main(elsewhere) == 0
+    assert cli.main([*aggregate, "--output_dir", str(tmp_path / "copy")]) == 0
     assert sha256_file(tmp_path / "copy/dim64/all_orig.pt") == before["dim64/all_orig.pt"]
     assert written(run) == sorted(before)
+
+
+def test_a_ranks_rows_that_are_lost_are_joined_again(small, run, pair):
+    for name in ("rank_0/dim64/all_orig.pt", "rank_0/dim100/all_ids.pkl"):
+        (run / name).unlink()
+    assert cli.main(["grads", "validate", "--output_dir", str(run)]) == 1
+    assert cli.main(["launch", "--world_size", "2", "--", *options(small, run)]) == 0
+    assert cli.main(["grads", "validate", "--output_dir", str(run)]) == 0
+    assert {path: sha256_file(run / path) for path in written(run)} == {
+        path: sha256_file(pair / path) for path in written(pair)
+    }
 
 
 def test_aggregating_into_another_folder_copies(unmerged_pair, pair, tmp_path):
@@ -325,15 +385,12 @@ def test_aggregating_into_another_folder_copies(unmerged_pair, pair, tmp_path):
     assert sha256_file(tmp_path / "copy/dim64/all_orig.pt") == sha256_file(pair / "dim64/all_orig.pt")
 
 
-def test_a_rank_takes_its_longest_samples_first_and_puts_rows_back_in_order(small, unmerged_pair, tmp_path):
+def test_a_rank_takes_its_longest_samples_first_and_puts_rows_back_in_order(small, unmerged, unmerged_pair):
     """The blocks of a rank on three samples at once have the least padding; its rows are in the sampler's order."""
-    run = tmp_path / "run"
-    killed = [sys.executable, str(Path(__file__).with_name("killed_collect.py")), "9", *options(small, run)]
-    assert subprocess.run(killed, check=False).returncode == -9
     shards = Shards(small.shards, "train")
     lengths = {shards[position].sample_id: len(shards[position].input_ids) for position in range(SAMPLES)}
-    taken = [lengths[id_] for end in (4, 8) for id_ in store.read_ids(run / f"rank_0/dim64/ids-{end}.pkl")]
-    assert taken == sorted(lengths.values(), reverse=True)[:8] != list(lengths.values())[:8]
+    taken = [lengths[id_] for end in (4, 8, 11) for id_ in store.read_ids(unmerged / f"rank_0/dim64/ids-{end}.pkl")]
+    assert taken == sorted(lengths.values(), reverse=True) != list(lengths.values())
     for rank in range(2):
         positions = provenance.read(unmerged_pair).sampler_indices(rank)
         ids = store.read_ids(unmerged_pair / f"rank_{rank}/dim64/all_ids.pkl")
@@ -508,14 +565,24 @@ def test_a_killed_collection_goes_on_to_the_store_of_an_unbroken_one(small, unme
         assert sha256_file(run / path) == sha256_file(unmerged / path), path
 
 
-def test_a_collection_killed_while_it_deletes_its_blocks_deletes_them(small, unmerged, tmp_path):
+def test_a_collection_killed_while_it_deletes_its_blocks_deletes_them(small, unmerged, tmp_path, capsys):
     run = copied(unmerged, tmp_path / "run")
-    names = store.part_names(run / "rank_0/dim64", 4)
-    store.write(names, store.read(store.all_names(run / "rank_0/dim64")).take(range(4)))
-    names.ids.unlink()
+    (run / "rank_0/dim64/ids-4.pkl").unlink()
     assert cli.main(["grads", "validate", "--output_dir", str(run), "--check_ranks"]) == 1
-    assert cli.main(options(small, run)) == 0
-    assert written(run) == written(unmerged)
+    assert f"1 of 13 checks of {run} failed" in capsys.readouterr().err
+    assert cli.main([*options(small, run), "--discard_parts"]) == 0
+    assert written(run) == sorted(of_rank(0, ()))
+    assert cli.main(["grads", "validate", "--output_dir", str(run), "--check_ranks"]) == 0
+
+
+def test_an_aggregation_killed_while_it_deletes_parts_deletes_them(run, capsys):
+    aggregate = ["grads", "aggregate", "--base_path", str(run), "--dim", "64"]
+    (run / "rank_0/dim64/all_orig.pt").unlink()
+    assert cli.main(["grads", "validate", "--output_dir", str(run)]) == 1
+    assert f"{run / 'rank_0/dim64/all_orig.pt'} is missing" in capsys.readouterr().err
+    assert cli.main([*aggregate, "--discard_parts"]) == 0
+    assert cli.main(["grads", "validate", "--output_dir", str(run)]) == 0
+    assert not list(run.glob("rank_*/dim64/*.pt")) and len(list(run.glob("rank_*/dim100/*.pt"))) == 6
 
 
 def test_a_collection_does_not_go_on_from_blocks_that_are_not_its_own(small, unmerged, tmp_path, capsys):
@@ -527,7 +594,7 @@ def test_a_collection_does_not_go_on_from_blocks_that_are_not_its_own(small, unm
     shutil.copy(unmerged / "collect.json", run)
     parts = run / "rank_0" / "dim64"
     names = store.part_names(parts, 8)
-    block = store.read(store.all_names(parts)).take(range(4))
+    block = store.read(names)
     put(names, block.rows + 1e-3, block)
     (parts / "all_ids.pkl").unlink()
     assert cli.main(options(small, run)) == 2
@@ -584,6 +651,22 @@ def test_grads_run_refuses_a_configuration_it_does_not_know(small, tmp_path, cap
     assert "save_interval must be" in answer("{model_dir: x, data_path: y, dim: 4, save_interval: 0}")
     assert "is not a mapping" in answer("[1, 2]")
     assert "cannot be read" in answer("{")
+
+
+def test_skip_training_aggregates_and_validates_what_is_there_without_the_model(unmerged_pair, pair, tmp_path, capsys):
+    run, config = copied(unmerged_pair, tmp_path / "run"), tmp_path / "run.yaml"
+    edit(run / "collect.json", model_dir=str(tmp_path / "gone"))
+    words = ["grads", "run", "--output_dir", str(run), "--skip_training"]
+    assert cli.main([*words, "--num_gpus", "3"]) == 2
+    assert "was collected by 2 ranks" in capsys.readouterr().err
+    config.write_text("{model_dir: gone, data_path: gone, dim: 4, train: gone, recompute: 3, discard_parts: true}")
+    for further, files in (([], 3), (["--config_path", str(config), "--dim", "100"], 0)):
+        assert cli.main([*words, *further]) == 0
+        assert capsys.readouterr().out.endswith(f"checks of {run} passed\n")
+        assert len(list(run.glob("rank_1/dim100/*.pt"))) == files
+    assert sha256_file(run / "dim64/all_orig.pt") == sha256_file(pair / "dim64/all_orig.pt")
+    assert cli.main(["grads", "run", "--output_dir", str(run)]) == 2
+    assert "needs --config_path FILE, or --skip_training" in capsys.readouterr().err
 
 
 # --- merging
@@ -663,15 +746,20 @@ def test_aggregating_refuses_what_the_run_has_not(unmerged_pair, tmp_path, capsy
         assert cli.main(["grads", "aggregate", "--base_path", str(base), *more]) == 2
         return capsys.readouterr().err
 
+    before = sorted(run.rglob("*"))
     assert "--dim 65: " in answer("--dim", "65")
     assert "was collected by 2 ranks" in answer("--dim", "64", "--num_gpus", "3")
-    assert "collect.json is missing" in answer("--dim", "64", base=tmp_path)
+    assert sorted(run.rglob("*")) == before
+    assert "collect.json is missing" in answer("--dim", "64", base=tmp_path / "none")
+    for verb in (["validate", "--output_dir"], ["index", "--store"]):
+        assert cli.main(["grads", *verb, str(tmp_path / "none")]) == 2
+    capsys.readouterr()
+    assert not (tmp_path / "none").exists()
     (run / "rank_1/dim64/all_orig.pt").unlink()
     assert f"{run / 'rank_1' / 'dim64'} is missing or incomplete" in answer("--dim", "64")
 
 
-def test_aggregating_refuses_altered_rows_and_leaves_no_file_of_an_earlier_call(both, tmp_path, capsys):
-    run = both
+def test_aggregating_refuses_altered_rows_and_leaves_no_file_of_an_earlier_call(run, tmp_path, capsys):
     made = tmp_path / "made" / "dim64"
     words = ["grads", "aggregate", "--base_path", str(run), "--output_dir", str(made), "--dim", "64"]
     assert cli.main([*words, "--normalize", "--export", "parquet"]) == 0
@@ -796,6 +884,12 @@ def break_pair(run):
 
 
 def lose_rows_of_a_rank(run):
+    """The merged block has them, and the other rank has its own."""
+    (run / "rank_1" / "dim64" / "all_orig.pt").unlink()
+    return run / "rank_1" / "dim64" / "all_orig.pt"
+
+
+def lose_metadata_of_a_rank(run):
     """The merged block has them, and is not what the rank wrote."""
     (run / "rank_1" / "dim64" / "all_meta.parquet").unlink()
     return run / "rank_1" / "dim64" / "all_meta.parquet"
@@ -812,7 +906,35 @@ def forget_a_row(run):
 def add_block(run):
     path = run / "rank_1" / "dim64" / "grads-5.pt"
     path.touch()
-    return path.parent
+    return path.with_name("ids-5.pkl")
+
+
+def lose_block(run):
+    path = run / "rank_1" / "dim64" / "ids-6.pkl"
+    path.unlink()
+    return path
+
+
+def alter_block(run):
+    return alter(store.part_names(run / "rank_1" / "dim64", 6), 1, 2, 0.5)
+
+
+def swap_block_ids(run):
+    path = run / "rank_1" / "dim64" / "ids-4.pkl"
+    rewrite(path, swapped(store.read_ids(path)))
+    return path
+
+
+def block_of_another_rank(run):
+    for name, other in zip(*(store.part_names(run / f"rank_{rank}/dim64", 4) for rank in range(2)), strict=True):
+        shutil.copy(name, other)
+    return run / "rank_1/dim64/grads-4.pt"
+
+
+def shorten_block(run):
+    names = store.part_names(run / "rank_1/dim64", 4)
+    store.write(names, store.read(names).take([0, 2]))
+    return names.rows.parent
 
 
 def plant_nan(run):
@@ -937,16 +1059,25 @@ FAULTS = {  # by the check that finds it
     unlisted_file: "the manifest matches",
     save_with_offset: "files readable, counts equal, rows finite",
     number_as_string: "the manifest matches",
-    swap_rank_ids: "files readable, counts equal",
-    break_pair: "files complete, blocks joined",
-    lose_rows_of_a_rank: "files complete, blocks joined",
-    forget_a_row: "ids are those of the rank's samples, in order",
+    another_models_ranks: "row i belongs to id i",
+    swap_rank_ids: "ids are those of the rank's samples, in order",
+    alter_rank_row: "row i belongs to id i",
+    add_id: "files readable, counts equal, rows finite",
+    truncate: "files readable, counts equal, rows finite",
+    break_pair: "files complete",
+    plant_nan: "files readable, counts equal, rows finite",
+    lose_rows_of_a_rank: "files complete",
+    lose_block: "files complete",
+    alter_block: "blocks have the rank's rows",
+    swap_block_ids: "blocks have the rank's rows",
+    block_of_another_rank: "blocks have the rank's rows",
+    shorten_block: "blocks have the rank's rows",
     swap_merged_ids_and_sign: "every id once, in data order",
     swap_merged_rows_and_bind_again: "every row comes from a rank",
     drop_row: "every id once, in data order",
     double_row: "every id once, in data order",
     reorder_rows: "every id once, in data order",
-    add_block: "files complete, blocks joined",
+    add_block: "files complete",
     other_width: "files readable, counts equal, rows finite",
     other_type: "files readable, counts equal, rows finite",
     forge_manifest: "the manifest matches",
@@ -955,20 +1086,17 @@ FAULTS = {  # by the check that finds it
 }
 
 
-FAULTS_OF_RANKS = {  # whose rows have not moved
-    another_models_ranks: "row i belongs to id i",
-    swap_rank_ids: "ids are those of the rank's samples, in order",
-    alter_rank_row: "row i belongs to id i",
-    add_id: "files readable, counts equal, rows finite",
-    truncate: "files readable, counts equal, rows finite",
-    break_pair: "files complete, blocks joined",
-    plant_nan: "files readable, counts equal, rows finite",
+FAULTS_OF_DISCARDED = {  # in what a rank keeps
+    swap_rank_ids: "files readable, counts equal",
+    break_pair: "files complete",
+    lose_metadata_of_a_rank: "files complete",
+    forget_a_row: "ids are those of the rank's samples, in order",
 }
 
 
-@pytest.mark.parametrize("plant", FAULTS_OF_RANKS)
-def test_validation_finds_the_fault_in_a_ranks_rows(both, capsys, plant):
-    check_is_found(plant, both, FAULTS_OF_RANKS[plant], capsys)
+@pytest.mark.parametrize("plant", FAULTS_OF_DISCARDED)
+def test_validation_finds_the_fault_without_parts(discarded, capsys, plant):
+    check_is_found(plant, discarded, FAULTS_OF_DISCARDED[plant], capsys)
 
 
 @pytest.mark.parametrize("plant", FAULTS)
@@ -987,9 +1115,19 @@ def check_is_found(plant, run, name, capsys):
     assert cli.main(["grads", "validate", "--output_dir", str(run), "--dim", "100"]) == 0
 
 
+@pytest.mark.parametrize("discarded_", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_lost_file_of_the_merged_rows_is_one_problem(run, request, name, discarded_, capsys):
+    if discarded_:
+        request.getfixturevalue("discarded")
+    (run / "dim64" / name).unlink()
+    assert cli.main(["grads", "validate", "--output_dir", str(run), "--dim", "64"]) == 1
+    _, *problems = capsys.readouterr().err.splitlines()
+    assert problems == [f"  dim64: files complete: {run / 'dim64' / name} is missing"]
+
+
 @pytest.mark.parametrize("changes", [{"seed": 1}, {"lora": "x"}])
-def test_an_edited_provenance_is_not_that_of_the_rows(both, capsys, changes):
-    run = both
+def test_an_edited_provenance_is_not_that_of_the_rows(run, capsys, changes):
     for path in (run / "collect.json", run / "dim64" / "manifest.json", run / "dim100" / "manifest.json"):
         edit(path, **changes)
     assert cli.main(["grads", "validate", "--output_dir", str(run), "--dim", "64", "--recompute", "1"]) == 1

@@ -15,6 +15,7 @@ from gradwire.attribution.options import (
     PROJECTION_OF_MODULES,
     Count,
     ModuleOptions,
+    PartOptions,
     PrecisionOptions,
     Projection,
     RowOptions,
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 PRELOAD = ("gradwire.attribution.collect.rows", "gradwire.lm.models.saved")  # slow imports of each rank
 
 
-class Collection(RowOptions, ModuleOptions, PrecisionOptions, SampleOptions, RankOptions):
+class Collection(RowOptions, ModuleOptions, PrecisionOptions, PartOptions, SampleOptions, RankOptions):
     """Flags of ``gradwire grads collect`` that a file for ``gradwire grads run`` may set, too."""
 
     dim: tuple[Count, ...] = Field(min_length=1, description="columns per row; several share one pass")
@@ -181,7 +182,7 @@ def main(options: Options) -> None:
         shards = units(options.samples(world.rank), options.rows)
         intended = intention(options, shards, world.world_size)
         with all_alive(world, options.timeout) as check:
-            collect(options.output_path, intended, world, options.batch_size, check)
+            collect(options.output_path, intended, world, options.batch_size, options.discard_parts, check)
         if world.rank == 0:
             print(f"gradients of {shards.describe(intended.samples)} in {options.output_path}")
 
@@ -191,6 +192,7 @@ def collect(
     intended: Provenance,
     world: World,
     batch_size: int | None = None,
+    discard_parts: bool = False,
     check: Callable[[], None] = lambda: None,
 ) -> None:
     """Write this rank's blocks, then merge them into one block of all its samples.
@@ -204,6 +206,7 @@ def collect(
         intended: The provenance of the rows; `provenance.FOUND` is filled in from the loaded model.
         world: The process group.
         batch_size: Samples per forward pass; None for as many as fit.
+        discard_parts: Whether to delete the blocks once they are merged.
         check: Called before each file; raises to stop the collection.
 
     Raises:
@@ -224,6 +227,8 @@ def collect(
     intended = maker.made_from
     provenance.agree(collection, intended)
     provenance.claim(collection, intended)
+    if world.rank == 0:
+        store.note_size(intended, discard_parts)
 
     sampler_indices, ends = intended.sampler_indices(world.rank), intended.ends()
     order = longest_first(shards, sampler_indices)
@@ -239,7 +244,7 @@ def collect(
                 store.write(names[dim], blocks[dim])
     ids = [row_id for position in sampler_indices for row_id in intended.row_ids(shards[position].sample_id)]
     for dim in intended.dims:
-        merge.join(collection, world.rank, dim, ids, intended)
+        merge.join(collection, world.rank, dim, ids, intended, discard=discard_parts)
 
 
 def _wanted(missing: bool, maker: RowMaker, world: World) -> bool:

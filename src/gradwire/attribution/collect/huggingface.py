@@ -57,10 +57,11 @@ class CollectedGradients(TrainerCallback):
         wait(world)  # until rank 0 has saved the checkpoint
         shards = options.samples(world.rank)
         intended = collect.intention(options, shards, world.world_size)
-        collect.collect(run, intended, world, options.batch_size)
+        collect.collect(run, intended, world, options.batch_size, options.discard_parts)
         wait(world)
         if world.rank == 0:
-            aggregate.main(aggregate.Options(base_path=run, dim=options.dim[0]))
+            merged = aggregate.Options(base_path=run, dim=options.dim[0], discard_parts=options.discard_parts)
+            aggregate.main(merged)
         wait(world)
 
 

@@ -56,9 +56,9 @@ class Options(Strict):
     bytes: Count | None = Field(None, description=f"pq: bytes per row, a divisor of its columns (default: {CODE})")
 
 
-def beside(options: Options) -> Path:
+def beside(options: Options) -> Path | None:
     """Return the folder of the output."""
-    return options.store
+    return options.store if options.store.is_dir() else None
 
 
 def main(options: Options) -> None:

@@ -1,7 +1,7 @@
 """The verb ``grads aggregate``: merge the ranks' rows into one matrix, one row per sample, in data order.
 
-In the collection folder the rows move: the ranks keep their ids and tables only, and a repeated call reads the merged
-rows. Into another folder they are copied.
+The ranks keep their files, unless they are discarded: then they keep ids and tables only, and a repeated call reads
+the merged rows.
 """
 
 from __future__ import annotations
@@ -13,15 +13,14 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from gradwire.attribution.options import Count
+from gradwire.attribution.options import Count, PartOptions
 from gradwire.attribution.store import provenance
 from gradwire.attribution.store.provenance import EXPORTS, NORMALIZED, Provenance
 from gradwire.base.errors import BadInput
 from gradwire.base.flags import RANKS, output_folder
-from gradwire.base.strict import Strict
 
 
-class Options(Strict):
+class Options(PartOptions):
     """Flags of ``gradwire grads aggregate``."""
 
     base_path: Path = Field(description="the collection folder, with rank_<r>/dim<D>/")
@@ -45,7 +44,12 @@ def target(options: Options) -> Path:
 
 
 def beside(options: Options) -> Path:
-    """Return the folder of the outputs."""
+    """Return the folder of the outputs.
+
+    Raises:
+        BadInput: If nothing is to be written there: a new folder would be one of no width of the collection.
+    """
+    check_asked(provenance.read(options.base_path), options.base_path, options.num_gpus, [options.dim])
     return target(options)
 
 
@@ -62,16 +66,22 @@ def main(options: Options) -> None:
 
     origin = provenance.read(options.base_path)
     check_asked(origin, options.base_path, options.num_gpus, [options.dim])
-    ids = samples.row_ids(origin, samples.samples(origin))
-    merged = merge(read_ranks(options.base_path, options.dim, origin), ids, origin.tolerance)
     merged_names = store.merged_names(options.base_path, options.dim)
     names = store.all_names(target(options))
-    moving = names.rows.resolve() == merged_names.rows.resolve()
+    in_place = names.rows.resolve() == merged_names.rows.resolve()
+    if options.discard_parts and not in_place:
+        raise BadInput(
+            f"--discard_parts: the rows of {options.base_path} would be in {target(options)} alone; omit it, or "
+            "--output_dir."
+        )
+    ids = samples.row_ids(origin, samples.samples(origin))
+    merged = merge(read_ranks(options.base_path, options.dim, origin), ids, origin.tolerance)
     duplicates, deviation = merged.duplicates, merged.deviation
-    if origin.world_size > len(merged.sources):  # the ranks' rows have moved
+    merged_before = merged.sources[0].names == merged_names
+    if merged_before:
         earlier = provenance.read_manifest(merged_names.rows.parent)
         duplicates, deviation = earlier.duplicates, earlier.duplicates_deviation
-    checksums = write(merged, names, further(options), move=moving)
+    checksums = write(merged, names, further(options), move=in_place and (options.discard_parts or merged_before))
     made = provenance.Manifest(
         **origin.model_dump(),
         dim=options.dim,
@@ -82,8 +92,9 @@ def main(options: Options) -> None:
         sha256=checksums,
     )
     provenance.write_manifest(target(options), made)
-    if moving:
+    if options.discard_parts:
         for rank in range(origin.world_size):
+            store.discard_blocks(store.rank_folder(options.base_path, rank, options.dim))
             store.rank_names(options.base_path, rank, options.dim).rows.unlink(missing_ok=True)
     print(f"{len(merged.ids)} rows of {options.dim} from {origin.world_size} ranks in {target(options)}")
 

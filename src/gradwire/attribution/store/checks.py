@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from importlib.metadata import entry_points
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -122,30 +122,67 @@ class Audit:
         self.checks.append(Check("no folders of other ranks or widths", f"{self.collection}", strange))
 
     def rank(self, rank: int, dim: int) -> None:
-        """Check a rank's output: all its rows, with the samples assigned to the rank; of merged rows, what it keeps."""
+        """Check a rank's output: all its rows, with the samples assigned to the rank; of parts, those that are kept."""
         name, folder = f"rank_{rank}/dim{dim}", store.rank_folder(self.collection, rank, dim)
         names = store.all_names(folder)
         samples = [self.samples[position] for position in self.origin.sampler_indices(rank)]
         ids = [row_id for sample_id in samples for row_id in self.origin.row_ids(sample_id)]
-        moved = store.moved(self.collection, rank, dim)
-        missing = _missing([names.ids, names.meta] if moved else names)
-        self._add(name, folder, [("files complete, blocks joined", [*missing, *_unjoined(folder)])])
-        listed = self._listed(name, names) if moved else self._rows(name, names, dim)
-        self._add(name, folder, [("ids are those of the rank's samples, in order", _other_ids(names, listed, ids))])
+        discarded = self._discarded(dim)
+        blocks = self._blocks(folder)
+        expected = [*([names.ids, names.meta] if discarded else names), *chain.from_iterable(blocks)]
+        self._add(name, folder, [("files complete", _missing(expected))])
+        listed = self._listed(name, names) if discarded else self._rows(name, names, dim)
+        self._add(
+            name,
+            folder,
+            [
+                ("ids are those of the rank's samples, in order", _other_ids(names, listed, ids)),
+                ("blocks have the rank's rows", self._other_blocks(blocks, names, listed, dim)),
+            ],
+        )
         if listed is not None:
             self._digests[dim].append(listed.meta["digest"])
+
+    def _discarded(self, dim: int) -> bool:
+        """Whether the ranks' rows were deleted once they were merged."""
+        ranks = (store.rank_names(self.collection, rank, dim) for rank in range(self.origin.world_size))
+        return not any(names.rows.is_file() for names in ranks) and (self.collection / f"dim{dim}").is_dir()
+
+    def _blocks(self, folder: Path) -> list[Names]:
+        """Return the blocks that a rank's folder must have: those of the collection, or none if they were discarded."""
+        ends = store.block_ends(folder)
+        return [store.part_names(folder, end) for end in sorted({*ends, *self.origin.ends()} if ends else [])]
+
+    def _other_blocks(self, blocks: Sequence[Names], names: Names, listed: Listed | None, dim: int) -> Iterator[str]:
+        """Yield the blocks that cannot be read or have other rows than the rank, compared by their digests."""
+        digests: list[str] = listed.meta["digest"].to_pylist() if listed else []
+        of_rank, of_blocks = set(digests), list[str]()
+        for block in filter(Names.exist, blocks):
+            try:
+                rows = BoundRows(block, dim, self.origin)
+                rows.verify(_height(rows))
+            except BadInput as error:
+                yield str(error)
+                return
+            of_blocks += rows.meta["digest"].to_pylist()
+            if listed and not of_rank.issuperset(of_blocks):
+                yield f"{block.rows} has a row that is not one of {names.ids}"
+                return
+        if listed and blocks and all(map(Names.exist, blocks)) and len(of_blocks) != len(digests):
+            yield f"the blocks of {names.rows.parent} have {len(of_blocks)} rows, {names.ids} has {len(digests)}"
 
     def aggregated(self, dim: int) -> None:
         """Check the merged matrix, its manifest, and each row against the ranks checked before."""
         name, names = f"dim{dim}", store.merged_names(self.collection, dim)
-        folder = names.rows.parent
-        self._add(name, folder, [("files complete", _missing(names))])
+        folder, missing = names.rows.parent, _missing(names)
+        self._add(name, folder, [("files complete", missing)])
+        denied = list(_denied(folder, self._manifest(dim)))
         merged = self._rows(name, names, dim)
         self._add(
             name,
             folder,
             [
-                ("the manifest matches", _denied(folder, self._manifest(dim))),
+                ("the manifest matches", [text for text in denied if text not in missing]),
                 ("every id once, in data order", _other_ids(names, merged, self.ids)),
             ],
         )
@@ -222,7 +259,9 @@ class Audit:
 
     def _listed(self, name: str, names: Names) -> Listed | None:
         """Check the ids and the metadata that a rank keeps of rows that have moved."""
-        listed, problems = None, []
+        listed, problems = None, list[str]()
+        if not (names.ids.is_file() and names.meta.is_file()):
+            return None
         try:
             listed = Listed(store.read_ids(names.ids), store.read_meta(names.meta))
             if listed.ids != listed.meta["sample_id"].to_pylist():
@@ -269,9 +308,9 @@ def _missing(files: Iterable[Path]) -> list[str]:
     return [f"{path} is missing" for path in files if not path.is_file()]
 
 
-def _unjoined(folder: Path) -> list[str]:
-    ends = store.parts(folder)
-    return [f"{folder} has files of the blocks {', '.join(map(str, ends))}: collect again to join them"] if ends else []
+def _height(rows: BoundRows) -> int:
+    """Return how many rows to read at once."""
+    return max(1, PIECE_BYTES // (4 * rows.codec.dim))
 
 
 def _examined(rows: BoundRows, band: Band) -> Problems:
@@ -280,7 +319,7 @@ def _examined(rows: BoundRows, band: Band) -> Problems:
     Its norm must be plausible for a random projection of the gradient: a χ² test of each row.
     """
     infinite, wrong, unlikely = False, list[int](), list[str]()
-    for first in range(0, len(rows.ids), height := max(1, PIECE_BYTES // (4 * rows.codec.dim))):
+    for first in range(0, len(rows.ids), height := _height(rows)):
         piece = rows.block(first, min(first + height, len(rows.ids)))
         decoded = piece.rows
         infinite = infinite or not bool(torch.isfinite(decoded).all())

@@ -104,13 +104,13 @@ class Merged:
 
 
 def read_ranks(collection: Path, dim: int, origin: Provenance) -> list[BoundRows]:
-    """Open all rows of each rank, or the merged block that they have moved to.
+    """Open all rows of each rank, or the merged block if a rank's rows are in it alone.
 
     Raises:
         BadInput: If they are missing, damaged or of a different width.
     """
     ranks = range(origin.world_size)
-    if any(store.moved(collection, rank, dim) for rank in ranks):
+    if any(store.only_merged(collection, rank, dim) for rank in ranks):
         return [BoundRows(store.merged_names(collection, dim), dim, origin)]
     blocks = [store.rank_names(collection, rank, dim) for rank in ranks]
     for names in blocks:
@@ -121,8 +121,10 @@ def read_ranks(collection: Path, dim: int, origin: Provenance) -> list[BoundRows
     return [BoundRows(names, dim, origin) for names in blocks]
 
 
-def join(collection: Path, rank: int, dim: int, ids: Sequence[str], origin: Provenance) -> None:
-    """Merge a rank's blocks into one of all its rows, and delete them.
+def join(
+    collection: Path, rank: int, dim: int, ids: Sequence[str], origin: Provenance, *, discard: bool = False
+) -> None:
+    """Merge a rank's blocks into one of all its rows, unless that is there.
 
     Args:
         collection: The collection folder.
@@ -130,16 +132,18 @@ def join(collection: Path, rank: int, dim: int, ids: Sequence[str], origin: Prov
         dim: Width of the rows.
         ids: The ids of the rank's rows, in their order.
         origin: Provenance of the collection.
+        discard: Whether to delete the blocks.
 
     Raises:
         BadInput: If a block is damaged or of another collection.
     """
     folder = store.rank_folder(collection, rank, dim)
-    if not store.collected(collection, rank, dim):
-        blocks = [BoundRows(store.part_names(folder, end), dim, origin) for end in origin.ends()]
-        write(merge(blocks, ids, 0.0), store.all_names(folder))
-    for path in chain.from_iterable(store.part_names(folder, end) for end in store.parts(folder)):
-        path.unlink(missing_ok=True)
+    joined, blocks = store.all_names(folder), [store.part_names(folder, end) for end in origin.ends()]
+    lost = not joined.exist() and all(block.exist() for block in blocks)
+    if lost or not store.collected(collection, rank, dim):
+        write(merge([BoundRows(block, dim, origin) for block in blocks], ids, 0.0), joined)
+    if discard:
+        store.discard_blocks(folder)
 
 
 def merge(sources: Sequence[BoundRows], ids: Sequence[str], tolerance: float) -> Merged:

@@ -264,10 +264,15 @@ def differing(folder: Path, manifest: Manifest, known: Mapping[str, str] | None 
     unnamed = sorted({*FILES, *there} - set(manifest.sha256))
     if elsewhere := [name for name in manifest.sha256 if Path(name).name != name]:
         return [f"{folder / MANIFEST} lists {elsewhere[0]!r}, which is not the name of a file in that folder"]
-    return [f"{folder / name} is not listed in {folder / MANIFEST}" for name in unnamed] + [
-        f"{folder / name} does not match {folder / MANIFEST}: its SHA-256 differs"
-        for name, checksum in manifest.sha256.items()
-        if not (folder / name).is_file() or (known.get(name) or sha256_file(folder / name)) != checksum
+    missing = [name for name in manifest.sha256 if not (folder / name).is_file()]
+    return [
+        *(f"{folder / name} is not listed in {folder / MANIFEST}" for name in unnamed),
+        *(f"{folder / name} is missing" for name in missing),
+        *(
+            f"{folder / name} does not match {folder / MANIFEST}: its SHA-256 differs"
+            for name, checksum in manifest.sha256.items()
+            if name not in missing and (known.get(name) or sha256_file(folder / name)) != checksum
+        ),
     ]
 
 

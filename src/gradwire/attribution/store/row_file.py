@@ -135,6 +135,11 @@ class BoundRows(RowFile):
         rows = torch.from_numpy(super().stored(first, last))
         return store.Block(rows, self.ids[first:last], self.meta.slice(first, last - first), self.codec)
 
+    def verify(self, height: int) -> None:
+        """Check all rows against their digests, ``height`` at a time."""
+        for first in range(0, len(self.ids), height):
+            self.stored(first, min(first + height, len(self.ids)))
+
     def check(self, block: store.Block, positions: Sequence[int]) -> None:
         """Check the rows read at ``positions`` against their digests."""
         if wrong := [positions[row] for row in store.mismatched(block, self.identity)]:

@@ -1,11 +1,11 @@
 """The gradient store: blocks of rows with ids and metadata, three files per block.
 
 ``rank_<r>/dim<D>/grads-<N>.pt, ids-<N>.pkl, meta-<N>.parquet`` hold the rows a rank collected since its last block,
-where N counts its samples so far. ``all_orig.pt, all_ids.pkl, all_meta.parquet`` hold all rows of a rank, in place of
-its blocks, and, in ``dim<D>/`` of the collection folder, one row for every sample of the data. A row is in one place:
-once it is merged, the rank keeps its id and its metadata only. Row i belongs to id i: a digest in ``meta`` covers the
-row, its id and metadata, and the provenance of the collection. ``.pt`` files hold a float32 matrix, or ``{"type": name,
-"dim": D, "rows": uint8 matrix}`` of another of the `row_types`.
+where N counts its samples so far. ``all_orig.pt, all_ids.pkl, all_meta.parquet`` beside them hold all rows of the rank,
+and, in ``dim<D>/`` of the collection folder, one row for every sample of the data. All of them stay, or, if parts are
+discarded, what is merged is deleted, and a rank keeps the ids and the metadata of its rows only. Row i belongs to id i:
+a digest in ``meta`` covers the row, its id and metadata, and the provenance of the collection. ``.pt`` files hold a
+float32 matrix, or ``{"type": name, "dim": D, "rows": uint8 matrix}`` of another of the `row_types`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import json
 import math
 import pickle
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -33,6 +34,8 @@ from gradwire.lm.data.shards import Sample
 
 if TYPE_CHECKING:
     from gradwire.attribution.store.provenance import Provenance
+
+COPIES, LARGE_GB = 3, 4  # of a row: in a block, in its rank's rows, and merged; a size to tell the user
 
 META = pa.schema(  # the columns of every table
     [
@@ -141,25 +144,45 @@ def merged_names(collection: Path, dim: int) -> Names:
 
 
 def rank_names(collection: Path, rank: int, dim: int) -> Names:
-    """Return the files of all rows of a rank; the rows may have moved to the merged block."""
+    """Return the files of all rows of a rank; that of the rows may be discarded."""
     return all_names(rank_folder(collection, rank, dim))
 
 
-def moved(collection: Path, rank: int, dim: int) -> bool:
-    """Whether a rank's rows are in the merged block."""
-    return not rank_names(collection, rank, dim).rows.is_file() and merged_names(collection, dim).exist()
+def only_merged(collection: Path, rank: int, dim: int) -> bool:
+    """Whether a rank's rows are in the merged block alone."""
+    return not rank_names(collection, rank, dim).rows.is_file() and merged_names(collection, dim).rows.is_file()
 
 
 def collected(collection: Path, rank: int, dim: int) -> bool:
     """Whether all rows of a rank are there."""
     names = rank_names(collection, rank, dim)
-    return names.exist() or (names.ids.is_file() and names.meta.is_file() and moved(collection, rank, dim))
+    return names.exist() or (names.ids.is_file() and names.meta.is_file() and only_merged(collection, rank, dim))
 
 
-def parts(folder: Path) -> list[int]:
+def block_ends(folder: Path) -> list[int]:
     """Return every N with at least one block file, in ascending order."""
     matches = (re.fullmatch(r"(?:grads|ids|meta)-(\d+)\.(?:pt|pkl|parquet)", path.name) for path in folder.glob("*-*"))
     return sorted({int(match[1]) for match in matches if match})
+
+
+def discard_blocks(folder: Path) -> None:
+    """Delete the blocks of a rank's rows."""
+    for end in block_ends(folder):
+        for path in part_names(folder, end):
+            path.unlink(missing_ok=True)
+
+
+def note_size(origin: Provenance, discard_parts: bool) -> None:
+    """Print how much disk a collection takes, if that is much."""
+    rows = origin.samples * max(1, len(origin.modules))
+    once = rows * sum(row_types.build(origin.store, dim).row_bytes for dim in origin.dims) / 1e9
+    copies = 1 if discard_parts else COPIES
+    if copies * once >= LARGE_GB:
+        rest = "and twice that while they are merged" if discard_parts else f"{once:.1f} GB with --discard_parts"
+        print(
+            f"gradwire grads collect: NOTE: the gradients will take {copies * once:.1f} GB of disk, {rest}",
+            file=sys.stderr,
+        )
 
 
 def row_digests(identity: str, meta: pa.Table, stored: Tensor) -> list[str]:

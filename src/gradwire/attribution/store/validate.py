@@ -40,9 +40,9 @@ class Options(PlaceOptions):
     corpus: Path | None = Field(None, description="current path of the corpus file (default: as collected)")
 
 
-def beside(options: Options) -> Path:
-    """Return the collection folder."""
-    return options.output_dir
+def beside(options: Options) -> Path | None:
+    """Return the collection folder, if it exists."""
+    return options.output_dir if options.output_dir.is_dir() else None
 
 
 def main(options: Options) -> None:

@@ -261,10 +261,11 @@ class Study:
             seed=self.options.seed,
             device="cpu",
             optimizer_dir=optimizer_dir,
+            discard_parts=True,
         )
         began = time.perf_counter()
         collect.main(rows)
-        aggregate.main(aggregate.Options(base_path=folder, dim=dim))
+        aggregate.main(aggregate.Options(base_path=folder, dim=dim, discard_parts=True))
         if not cost.is_file():
             write_json(cost, {"seconds": time.perf_counter() - began})
         return open_store(folder / f"dim{dim}"), seconds_of(folder)

@@ -7,8 +7,9 @@ if EXPERIMENT.gradients is not None:
             model=f"{RUN}/final_model",
         output:
             [
-                f"{GRADIENTS}/rank_0/dim{dim}/all_ids.pkl"
+                f"{GRADIENTS}/rank_0/dim{dim}/{name}"
                 for dim in EXPERIMENT.gradients.dim
+                for name in ("all_orig.pt", "all_ids.pkl")
             ],
         log:
             f"{LOGS}/grads_collect/{RUN_PATH}.log",
@@ -45,6 +46,7 @@ if EXPERIMENT.gradients is not None:
 
     rule grads_aggregate:
         input:
+            f"{GRADIENTS}/rank_0/dim{{dim}}/all_orig.pt",
             f"{GRADIENTS}/rank_0/dim{{dim}}/all_ids.pkl",
         output:
             f"{GRADIENTS}/dim{{dim}}/all_orig.pt",
