@@ -633,6 +633,38 @@ def test_bad_input_is_reported_before_anything_is_written(small, tmp_path, capsy
     assert not (tmp_path / "run" / "collect.json").exists()
 
 
+@pytest.fixture(scope="module")
+def longer(small, tmp_path_factory):
+    """Shards of samples of one token more than the model has positions."""
+    folder = tmp_path_factory.mktemp("longer")
+    words = ["--data_path", small.corpus, "--output_dir", folder, "--tokenizer", small.model]
+    words = [*map(str, words), "--max_length", str(MAX_LENGTH + 1), "--val_fraction", "0.2"]
+    assert cli.main(["tokenize", *words]) == 0
+    return folder / "shards"
+
+
+@pytest.mark.parametrize(
+    "verb",
+    [
+        "perplexity",
+        "norms --output_dir out",
+        "grads collect --output_path out --dim 8",
+        "grads factors --output_dir out",
+        "grads score --output_dir out --query_path",
+        "train --output_dir out --model",
+    ],
+)
+def test_samples_longer_than_the_models_positions_are_refused(small, longer, tmp_path, monkeypatch, capsys, verb):
+    monkeypatch.chdir(tmp_path)
+    train = verb.startswith("train")
+    model = [str(small.model), "--tokenizer", str(small.model)] if train else ["--model_dir", str(small.model)]
+    for data in (longer,) if train else (longer, small.corpus):
+        words = [*verb.split(), *[str(data)] * verb.endswith("query_path"), *model, "--data_path", str(data)]
+        assert cli.main([*words, "--max_length", str(MAX_LENGTH + 1), "--device", "cpu"]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"{MAX_LENGTH} positions" in line
+
+
 def test_more_ranks_than_samples_are_refused_before_they_start(small, tmp_path, capsys):
     launch = ["launch", "--world_size", "4", "--"]
     assert cli.main([*launch, *options(small, tmp_path / "run", max_samples=3)]) == 2

@@ -134,12 +134,33 @@ def max_length(path: Path) -> int:
     Raises:
         BadInput: If neither file has it.
     """
-    for name, key in ((METADATA, "max_length"), (CONFIG, "n_positions"), (CONFIG, "max_position_embeddings")):
-        file = Path(path) / name
-        metadata = files.read_json(file) if file.is_file() else {}
-        if isinstance(metadata, dict) and isinstance(metadata.get(key), int):
-            return metadata[key]
-    raise BadInput(f"neither {METADATA} nor {CONFIG} in {path} gives the context length: set --max_length.")
+    file = Path(path) / METADATA
+    metadata = files.read_json(file) if file.is_file() else {}
+    noted = metadata.get("max_length") if isinstance(metadata, dict) else None
+    length = noted if isinstance(noted, int) else positions(path)
+    if length is None:
+        raise BadInput(f"neither {METADATA} nor {CONFIG} in {path} gives the context length: set --max_length.")
+    return length
+
+
+def positions(path: Path) -> int | None:
+    """The largest number of tokens that a folder's model can read, from ``config.json``; None if it has no limit."""
+    counts = (_of_config(path, key) for key in ("n_positions", "max_position_embeddings"))
+    return next((count for count in counts if isinstance(count, int) and count > 0), None)
+
+
+def _length(path: Path, given: int | None) -> int:
+    """The tokens per sample that ``--max_length`` gives, or the model's.
+
+    Raises:
+        BadInput: If the model has fewer positions, or no length is known.
+    """
+    if given is None:
+        return max_length(path)
+    most = positions(path)
+    if most is not None and given > most:
+        raise BadInput(f"--max_length {given}: the model in {path} has {most} positions; give at most {most}.")
+    return given
 
 
 def samples_of(args: Any, rank: int = 0) -> Shards:
@@ -179,7 +200,7 @@ def shards_folder(args: Any, rank: int = 0, *, whole: bool = False) -> Path:
     return shards_of(
         Path(args.data_path),
         tokenizer=str(model_dir),
-        max_length=max_length(model_dir) if args.max_length is None else args.max_length,
+        max_length=_length(model_dir, args.max_length),
         chat_format=args.chat_format,
         skip_invalid=args.skip_invalid,
         cache_dir=args.cache_dir,
