@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import select
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -13,7 +12,15 @@ from gradwire import __version__
 from gradwire.base import parent_watch
 from gradwire.base.errors import BAD_INPUT, DONE, FAULT
 from gradwire.base.extras import missing
-from gradwire.base.failures import exit_code, reason, report_rank_failure, unexpected, where
+from gradwire.base.failures import (
+    exit_code,
+    nobody_reads,
+    reader_left,
+    reason,
+    report_rank_failure,
+    unexpected,
+    where,
+)
 from gradwire.base.flags import check_words
 from gradwire.bench.command import Command, verb_of
 from gradwire.bench.launch import links
@@ -23,7 +30,6 @@ from gradwire.bench.verbs import VERBS
 def main(words: Sequence[str]) -> int:
     """Run a command and return its exit code; print why it failed, once for all ranks."""
     program, module_name = "gradwire", ""
-    command = None
     try:
         if not words or words[0] in ("-h", "--help", "help", "--version"):
             print(__version__ if "--version" in words[:1] else usage())
@@ -31,30 +37,19 @@ def main(words: Sequence[str]) -> int:
         check_words(words)
         name, _ = verb_of(words)
         program, module_name = f"gradwire {name}", VERBS[name].module
-        command = Command(words)
-        return command.run()
+        return Command(words).run()
     except (Exception, KeyboardInterrupt) as raised:
         error = missing(raised, module_name) or raised
         if report_rank_failure(error):
             return exit_code(error)
-        if isinstance(error, BrokenPipeError) and reader_left() and (command is None or command.folder is None):
-            return FAULT  # such as `| head`
+        if reader_left(error):
+            return FAULT
         if "--debug" in words:  # also if parsing failed, and for a verb that `launch` runs
             sys.stderr.write(where(error))
         print(f"{program}: {reason(error)}", file=sys.stderr)
         if unexpected(error) and "--debug" not in words:
             print("Unexpected error: rerun with --debug for the traceback.", file=sys.stderr)
         return exit_code(error)
-
-
-def reader_left() -> bool:
-    """Whether the reader of standard output is gone; if so, discard further output."""
-    output = select.poll()
-    output.register(sys.stdout, 0)  # errors are always reported
-    gone = any(event & select.POLLERR for _, event in output.poll(0))
-    if gone:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return gone
 
 
 def usage() -> str:
@@ -73,7 +68,8 @@ def entry() -> NoReturn:
     links.join()
     parent_watch.watch()
     code = main(sys.argv[1:])
-    reader_left()
+    if nobody_reads():  # what is still to be written has no place to go
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.stdout.flush()
     sys.stderr.flush()
     if "RANK" in os.environ:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import sys
 import time
 import traceback
@@ -55,6 +56,18 @@ def lost_peer(error: BaseException) -> bool:
 def timed_out(error: BaseException) -> bool:
     """Whether another rank did not respond in time, rather than disconnect."""
     return lost_peer(error) and any(sign in str(link) for link in _chain(error) for sign in TIMED_OUT)
+
+
+def reader_left(error: BaseException) -> bool:
+    """Whether ``error``, or that of the rank that it is about, is that nobody reads standard output (``| head``)."""
+    return "BrokenPipeError" in reason(error) and nobody_reads()
+
+
+def nobody_reads() -> bool:
+    """Whether the reader of standard output is gone."""
+    output = select.poll()
+    output.register(sys.stdout, 0)  # errors are always reported
+    return any(event & select.POLLERR for _, event in output.poll(0))
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

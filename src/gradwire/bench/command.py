@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from gradwire.base.errors import DONE, BadInput, did_you_mean, unknown
 from gradwire.base.extras import missing
-from gradwire.base.failures import CHECK, clear_failure, is_rank, refuse_again, write_failure
+from gradwire.base.failures import CHECK, clear_failure, is_rank, reader_left, refuse_again, write_failure
 from gradwire.base.flags import COUNT, check_numbers, check_paths, writable
 
 LOCAL_RANK = re.compile(r"--local[-_]rank=\d+")  # as `torch.distributed.launch` passes it
@@ -175,7 +175,8 @@ class Command:
                 return DONE
             code: int = self.module.main(self.options) or DONE
         except (Exception, KeyboardInterrupt) as raised:
-            if self.folder is not None and not is_rank():  # `launch` reports it once for all ranks
+            # `launch` reports a failure once for all ranks.
+            if self.folder is not None and not is_rank() and not reader_left(raised):
                 write_failure(self.folder, recorded.name, missing(raised, self.module.__name__) or raised)
             raise
         if self.folder is not None and code == DONE:

@@ -7,6 +7,7 @@ import hashlib
 import io
 import json
 import math
+import os
 import pickle
 import shutil
 import subprocess
@@ -375,6 +376,24 @@ def test_a_ranks_rows_that_are_lost_are_joined_again(small, run, pair):
     assert {path: sha256_file(run / path) for path in written(run)} == {
         path: sha256_file(pair / path) for path in written(pair)
     }
+
+
+@pytest.mark.parametrize("launch", [[], ["launch", "--world_size", "1", "--"]], ids=["verb", "launch"])
+def test_a_reader_that_leaves_is_no_failure_of_the_verb(alone, tmp_path, launch):
+    run, (reading, writing) = copied(alone, tmp_path / "run"), os.pipe()
+    os.close(reading)
+    words = [*launch, "grads", "aggregate", "--base_path", str(run), "--dim", "64"]
+    with os.fdopen(writing, "w") as output:
+        ended = subprocess.run(
+            [sys.executable, "-um", "gradwire", *words],
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            stdout=output,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert (ended.returncode, ended.stderr) == (3, "")
+    assert not list(run.rglob("*.failed.json"))
 
 
 def test_aggregating_into_another_folder_copies(unmerged_pair, pair, tmp_path):
