@@ -264,6 +264,18 @@ def test_an_experiment_that_needs_more_gpus_than_there_are_ends_before_its_data(
     checkout.configure(SMALL)
 
 
+def test_every_job_that_may_use_a_gpu_says_so(checkout):
+    checkout.configure({**SMALL, "name": "gpus", "training": {**SMALL["training"], "device": "cuda"}})
+    printed = checkout.snakemake("-n", "-p", "--resources", "gpu=2").stdout
+    checkout.configure(SMALL)
+    jobs = [job for job in re.split(r"\n\n+", printed) if "resources: " in job and "Shell command" in job]
+    used = {re.search(r"rule (\w+):", job)[1]: job for job in jobs if re.search("--device (cuda|auto)", job)}
+    assert {"train", "perplexity", "grads_collect", "grads_validate"} <= {*used}
+    assert [name for name, job in used.items() if "gpu=" not in job or "--gpus " not in job] == []
+    loading = "perplexity|grads validate|grads collect|grads query|train|norms"
+    assert [job for job in jobs if re.search(f"-- ({loading}) ", job) and "--device " not in job] == []
+
+
 def test_runs_on_links_are_left_out_where_there_can_be_none(checkout, tmp_path):
     checkout.configure({**SMALL, "grid": [{**SMALL["grid"][0], "links": ["none", "100mbit"]}]})
     here = {"none", "100mbit"} if probe().options is not None else {"none"}

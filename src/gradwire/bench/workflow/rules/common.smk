@@ -280,6 +280,16 @@ def gpus_needed(wildcards):
     return processes_of(wildcards) if cuda and nodes_needed(wildcards) == 1 else None
 
 
+def one_gpu(wildcards):
+    """A GPU for the one process of a job that loads a model, if the experiment uses GPUs."""
+    return 1 if EXPERIMENT.training.device == "cuda" else None
+
+
+def granted_gpu(wildcards, resources):
+    """The GPU that Snakemake granted, as in `granted_gpus`."""
+    return f"--gpus {resources.gpu}" if one_gpu(wildcards) else ""
+
+
 def gpus_per_node(wildcards, nodes, threads):
     """GPUs of each of several nodes, in Slurm's notation."""
     if EXPERIMENT.training.device != "cuda":

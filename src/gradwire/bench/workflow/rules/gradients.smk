@@ -75,16 +75,19 @@ if EXPERIMENT.gradients is not None:
             f"{LOGS}/grads_validate/{RUN_PATH}.log",
         resources:
             attempt=attempt_of,
+            gpu=one_gpu,
         params:
             source=source_digest(
                 "gradwire.bench.launch.launch", "gradwire.attribution.store.validate"
             ),
             folder=subpath(output[0], parent=True),
             flags=to_flags(EXPERIMENT.gradients, "dim", "recompute"),
+            gpus=granted_gpu,
+            device=EXPERIMENT.training.device,
         shell:
-            "gradwire launch --attempt {resources.attempt} --world_size 1 --"
+            "gradwire launch --attempt {resources.attempt} --world_size 1 {params.gpus} --"
             " grads validate --output_dir {params.folder:q} --check_ranks --check_aggregated"
-            " --num_gpus {wildcards.world_size} {params.flags:q} > {log:q} 2>&1"
+            " --num_gpus {wildcards.world_size} --device {params.device} {params.flags:q} > {log:q} 2>&1"
 
     rule grads_query:
         input:

@@ -27,11 +27,15 @@ rule perplexity:
         f"{LOGS}/perplexity/{RUN_PATH}.log",
     resources:
         attempt=attempt_of,
+        gpu=one_gpu,
     params:
         source=source_digest(
             "gradwire.bench.launch.launch", "gradwire.bench.training.perplexity"
         ),
         data=subpath(input.shards, parent=True),
+        gpus=granted_gpu,
+        device=EXPERIMENT.training.device,
     shell:
-        "gradwire launch --attempt {resources.attempt} --world_size 1 --"
-        " perplexity --model_dir {input.model:q} --data_path {params.data:q} --output {output:q} > {log:q} 2>&1"
+        "gradwire launch --attempt {resources.attempt} --world_size 1 {params.gpus} --"
+        " perplexity --model_dir {input.model:q} --data_path {params.data:q} --output {output:q}"
+        " --device {params.device} > {log:q} 2>&1"
