@@ -18,6 +18,7 @@ Device = Literal["auto", "cpu", "cuda"]
 BACKENDS: tuple[str, ...] = get_args(Backend)
 DEVICES: tuple[str, ...] = get_args(Device)
 LOCAL_WORLD_SIZE = "LOCAL_WORLD_SIZE"  # number of ranks on this machine; set by torchrun
+MASTER_PORT = 29500  # torch's default
 TIMEOUT = 60.0  # seconds for startup and for each collective
 
 
@@ -42,7 +43,9 @@ class RankEnvOptions(Strict):
         None, description="index of its GPU on this machine (default: the rank)"
     )
     master_addr: str | None = Field(None, description="address of rank 0 (default: 127.0.0.1)")
-    master_port: Annotated[int, PORT] | None = Field(None, description="port of rank 0")
+    master_port: Annotated[int, PORT] | None = Field(
+        None, description=f"port of rank 0 (default, with several ranks: {MASTER_PORT})"
+    )
     timeout: Annotated[float, SECONDS] = Field(TIMEOUT, description="seconds to wait for other ranks")
 
 
@@ -68,7 +71,7 @@ def rank_env(given: Mapping[str, Any], environment: Mapping[str, str]) -> RankEn
     """Determine this process's rank from torchrun's environment, else from ``given``, else as a single process.
 
     Args:
-        given: Values by the names of :class:`Seat`'s fields; None or missing if unset.
+        given: Values by the names of :class:`RankEnv`'s fields; None or missing if unset.
         environment: The process's environment variables.
 
     Raises:
@@ -78,17 +81,16 @@ def rank_env(given: Mapping[str, Any], environment: Mapping[str, str]) -> RankEn
     if "RANK" in environment:
         return _from_environment(chosen, environment)
     env = RankEnv(**{"local_rank": chosen.get("rank", 0), **chosen})
-    missing = [f"--{name}" for name in ("rank", "master_port") if name not in chosen]
-    if env.world_size > 1 and missing:
+    if env.world_size > 1 and "rank" not in chosen:
         raise BadInput(
-            f"--world_size {env.world_size} without {' and '.join(missing)}: "
-            f"start the ranks with `gradwire launch --world_size {env.world_size} -- VERB ...`, or pass them to each."
+            f"--world_size {env.world_size} without --rank: "
+            f"start the ranks with `gradwire launch --world_size {env.world_size} -- VERB ...`, or pass it to each."
         )
     if not 0 <= env.rank < env.world_size:
         raise BadInput(
             f"--rank {env.rank} with --world_size {env.world_size}: the rank must be from 0 to world_size - 1."
         )
-    return env
+    return env._replace(master_port=MASTER_PORT) if env.world_size > 1 and env.master_port is None else env
 
 
 def ranks_here(world_size: int) -> int:
