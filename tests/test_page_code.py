@@ -19,6 +19,7 @@ PAGES = {  # page -> ranks
     "docs/how-to/own-script.md": 2,
     "docs/explanation/communication.md": 4,
     "docs/explanation/local-updates.md": 2,
+    "docs/how-to/from-a-tutorial.md": 4,
 }
 BLOCKS = [
     (page, number, code, ranks)
