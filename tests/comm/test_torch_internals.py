@@ -160,6 +160,21 @@ def test_fsdp1(world):
         assert not accumulates
 
 
+def named(rank, world, group):
+    """Of a group of the last two ranks in the other order: ranks, this one's number, timeout, and a sum."""
+    members = [world - 1, world - 2]
+    if rank not in members:
+        return None
+    made = internals.named_group("a name", members, timedelta(seconds=7), "gloo")
+    ones = torch.ones(3) * (rank + 1)
+    dist.all_reduce(ones, group=made)
+    return dist.get_process_group_ranks(made), dist.get_rank(made), internals.timeout_of(made).seconds, ones.tolist()
+
+
+def test_a_named_group(world):
+    assert world(3).run(named) == [None, *(([2, 1], number, 7, [5.0] * 3) for number in (1, 0))]
+
+
 def fsdp2(rank, world, group):
     mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicas", "shards"))
     model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))

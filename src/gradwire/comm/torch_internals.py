@@ -107,6 +107,32 @@ def timeout_of(group: dist.ProcessGroup | None) -> timedelta:
     return group._get_backend(device).options._timeout
 
 
+# Why: docs/decisions.md, "A group has a name that its members agree on".
+def named_group(
+    name: str, ranks: Sequence[int], timeout: timedelta | None = None, backend: str | None = None
+) -> dist.ProcessGroup:
+    """Make a process group; its members call this together, and nobody else.
+
+    `torch.distributed.new_group` with ``use_local_synchronization`` names a group by how many this rank is a member of,
+    and members that are in different numbers of groups would wait for each other under different names.
+
+    Args:
+        name: A name that no other group has had; the same on all members.
+        ranks: The members, in the order of their numbers in the group.
+        timeout: Of its collectives.
+        backend: The backend; None is the default group's.
+    """
+    default = dist.group.WORLD
+    assert default is not None
+    tables, here = tables_of_groups(), dist.get_rank()
+    default_backend, store = tables.pg_map[default]
+    group, _ = dist.distributed_c10d._new_process_group_helper(
+        len(ranks), ranks.index(here), [*ranks], dist.Backend(backend or default_backend), store, name, timeout=timeout
+    )
+    tables.pg_group_ranks[group] = {rank: number for number, rank in enumerate(ranks)}
+    return group  # type: ignore[no-any-return]
+
+
 def finished_work(result: Any) -> dist.Work:
     """Return what a collective that has finished returns."""
     future = torch.futures.Future[Any]()

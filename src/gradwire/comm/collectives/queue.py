@@ -21,11 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gradwire.comm.collectives.groups import copied
 from gradwire.comm.collectives.meter import METER
 from gradwire.comm.collectives.ops import Group, Pending
 from gradwire.comm.collectives.process import open_sockets, shut_down, wait_for_threads
 from gradwire.comm.collectives.simulated import simulated
-from gradwire.comm.torch_internals import timeout_of
 
 T = TypeVar("T")
 Request: TypeAlias = Callable[..., Pending]  # begins a collective of the ranks that ``group`` names
@@ -236,7 +236,7 @@ class Connections:
         ranks: The ranks; all of them must make this together.
 
     Attributes:
-        groups: The group of first collectives; and that of later ones, once it is needed.
+        groups: The group of first collectives; and that of later ones, after `connect_later`.
         running: The tasks that have not ended, of all queues.
         broken: Whether a task has failed, whose collective may run until its connections close.
     """
@@ -251,15 +251,19 @@ class Connections:
 
     def _connect(self) -> None:
         """Connect the ranks in one more group."""
-        ranks, before = self._ranks(), open_sockets()
-        assert ranks is not None
+        ranks, before = self.groups[0] if self.groups else self._ranks(), open_sockets()
         self.groups.append(copied(ranks))
         self._sockets |= open_sockets() - before
 
+    def connect_later(self) -> None:
+        """Have a group of later collectives; all ranks call this together."""
+        if len(self.groups) == 1:
+            self._connect()
+
     def begin(self, running: Running, again: bool) -> None:
         """Run a task up to its first collective; ``again`` is whether it may ask for others later."""
-        if again and len(self.groups) == 1:
-            self._connect()
+        if again:
+            self.connect_later()
         self.running.append(running)
         self._send(running, None)
         self.go_on()
@@ -332,18 +336,32 @@ def build_queue(group: Group, device: torch.device, overlap: bool) -> ReductionQ
         overlap: Whether the caller goes on while tasks communicate.
     """
     if overlap and device.type == "cpu" and not simulated(group):
-        ranks = group or dist.group.WORLD
-        assert ranks is not None
-        if ranks not in CONNECTIONS:
-            CONNECTIONS[ranks] = Connections(ranks)
-        return OverlappingQueue(CONNECTIONS[ranks])
+        return OverlappingQueue(connections_of(group))
     if overlap and dist.get_backend(group) == "nccl":
         return StreamQueue(group, device)
     return ReductionQueue(group)
 
 
-def copied(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Return a new gloo group of the same ranks, with the same timeout."""
-    ranks = dist.get_process_group_ranks(group)
-    some = len(ranks) < dist.get_world_size()  # the other ranks do not take part then
-    return dist.new_group(ranks, timeout=timeout_of(group), backend="gloo", use_local_synchronization=some)
+def connections_of(group: Group) -> Connections:
+    """Return the connections of a group's ranks, which make them together at the first call."""
+    ranks = group or dist.group.WORLD
+    assert ranks is not None
+    if ranks not in CONNECTIONS:
+        CONNECTIONS[ranks] = Connections(ranks)
+    return CONNECTIONS[ranks]
+
+
+# Why: docs/decisions.md, "Ranks connect when a model is given its reducer".
+def connect(group: Group, device: torch.device, overlap: bool, again: bool) -> None:
+    """Make now what `build_queue` and its tasks need of the ranks, with the same arguments.
+
+    Args:
+        group: The ranks; all of them call this together.
+        device: Where the gradients are.
+        overlap: As for `build_queue`.
+        again: Whether tasks may yield collectives again after their first ones.
+    """
+    if overlap and device.type == "cpu" and not simulated(group) and dist.get_backend(group) != "nccl":
+        connections = connections_of(group)
+        if again:
+            connections.connect_later()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
@@ -26,7 +26,7 @@ from gradwire.comm.collectives.algorithms import ALGORITHMS, Algorithm, Ranks
 from gradwire.comm.collectives.codec import Codec
 from gradwire.comm.collectives.layout import Kind, Layout
 from gradwire.comm.collectives.meter import METER, Meter, Traffic
-from gradwire.comm.collectives.queue import Handle, ReductionQueue, Task, build_queue
+from gradwire.comm.collectives.queue import Handle, ReductionQueue, Task, build_queue, connect
 from gradwire.comm.collectives.world import check_initialized
 from gradwire.comm.compressors import as_compressor
 from gradwire.comm.compressors.base import Compressor
@@ -201,6 +201,24 @@ class Reducer:
         """
         if self.algorithm == "auto":
             self.algorithm = self._chosen(kind, numel)
+
+    def connect(self, kind: Kind, shapes: Sequence[tuple[int, ...]], device: torch.device) -> None:
+        """Connect the ranks, after `prepare`; all of them call this together.
+
+        Otherwise the first reduction does. Ranks that then begin with different ones of several reducers, as in
+        threads, would wait for each other.
+
+        Args:
+            kind: As for `prepare`.
+            shapes: The parameters' shapes.
+            device: Where the gradients are.
+        """
+        if self.world == 1:
+            return
+        sized = all(used.wire_bytes(shape) is not None for used in self.codec.schedule.plateaus for shape in shapes)
+        again = self.mixes(shapes) if self.algorithm == "native" else not sized
+        again = again or (self.algorithm == "exchange" and kind == "all_reduce")
+        connect(self.group, device, self.codec.options.overlap, again)
 
     def join(self, name: str, part: Reducer) -> None:
         """Have a reducer over other ranks end its steps with this one: nobody calls its `finish`.

@@ -221,24 +221,29 @@ class CommHookState:
 
     Args:
         parameters: The trainable parameters of the model.
-        make: Builds the reducer, and checks that the ranks agree; called at the first reduction, as a process group
-            must exist.
+        make: Builds the reducer, and checks that the ranks agree; called now, or at the first reduction if there is no
+            process group yet.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], make: Callable[[], Reducer]) -> None:
         # Not the parameters: the state would keep DDP alive, and DDP the state.
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._shapes = [tuple(parameter.shape) for parameter in parameters.values()]
+        self._device = next((parameter.device for parameter in parameters.values()), torch.device("cpu"))
         self._make = make
-        self._buckets: HookedBuckets | None = None
+        self._buckets = self._build() if dist.is_initialized() else None
+
+    def _build(self) -> HookedBuckets:
+        reducer = self._make()
+        reducer.prepare("all_reduce", sum(map(math.prod, self._shapes)))
+        reducer.connect("all_reduce", self._shapes, self._device)
+        return hooked_buckets(reducer, self._names, self._shapes, ended=reducer.finish)
 
     @property
     def buckets(self) -> HookedBuckets:
         """The reduction of buckets; it needs a process group."""
         if self._buckets is None:
-            reducer = self._make()
-            reducer.prepare("all_reduce", sum(map(math.prod, self._shapes)))
-            self._buckets = hooked_buckets(reducer, self._names, self._shapes, ended=reducer.finish)
+            self._buckets = self._build()
         return self._buckets
 
     @property
@@ -282,7 +287,8 @@ def comm_hook(
 
     Raises:
         BadInput: If the compressor or an option is unknown or invalid, the model is sharded, prepared by `wrap` or on
-            the meta device, or its gradients are sparse or complex; at the first backward pass, if ranks differ.
+            the meta device, or its gradients are sparse or complex; or if ranks differ: at once, or without a process
+            group at the first backward pass.
     """
     options = {"nonfinite": "propagate", **options}
     chosen = as_compressor(compressor)

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from gradwire.base.errors import BadInput
 from gradwire.comm.collectives import Reducer, state
+from gradwire.comm.collectives.groups import new_group
 from gradwire.comm.collectives.ops import Group
 from gradwire.comm.collectives.reducer import Ending, Given, check_options
 from gradwire.comm.compressors.reduction import encoding_of
@@ -414,9 +415,10 @@ def spanned(model: nn.Module, group: Group) -> Group:
         group: The ranks over which its gradients are averaged.
     """
     meshes = {id(p.device_mesh): p.device_mesh for _, p in named_parameters(model) if isinstance(p, DTensor)}
-    ranks = sorted(max(meshes.values(), key=lambda mesh: mesh.size()).mesh.flatten().tolist())
+    mesh = max(meshes.values(), key=lambda mesh: mesh.size())
+    ranks = sorted(mesh.mesh.flatten().tolist())
     if ranks == list(range(dist.get_world_size())):
         return None
     if ranks == dist.get_process_group_ranks(group or dist.group.WORLD):
         return group
-    return dist.new_group(ranks, timeout=timeout_of(group), use_local_synchronization=True)
+    return new_group(ranks, mesh.get_all_groups(), timeout=timeout_of(group))

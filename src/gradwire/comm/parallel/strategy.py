@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from types import MappingProxyType
 from typing import Any, ClassVar, Self
@@ -101,9 +102,10 @@ class Strategy(ABC):
         """Whether the backward pass of an optimizer step's last micro-batch communicates."""
         return self.averages
 
-    def prepare(self, reducer: Reducer, numel: int) -> None:
-        """Prepare the reducer for a model of ``numel`` trainable elements."""
-        reducer.prepare(self.kind, numel)
+    def prepare(self, reducer: Reducer, shapes: Sequence[tuple[int, ...]]) -> None:
+        """Prepare the reducer for a model with trainable parameters of some shapes, and connect its ranks."""
+        reducer.prepare(self.kind, sum(map(math.prod, shapes)))
+        reducer.connect(self.kind, shapes, self.device)
 
     def mesh(self) -> DeviceMesh:
         """Return the ranks as a mesh of one dimension, ``dp``."""

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from gradwire.base.errors import RunFault
 from gradwire.comm.collectives import ops
+from gradwire.comm.collectives.groups import new_group
 from gradwire.comm.parallel.mesh import local
 from gradwire.comm.parallel.names import named_buffers, named_parameters
 from gradwire.comm.parallel.optimizers import Communicating
@@ -73,7 +74,7 @@ def meeting_group(group: ops.Group, patience_s: float) -> dist.ProcessGroup:
     ranks = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
     # The other ranks use only the group's timeout; it is longer, so that rank 0 reports first.
     timeout = timedelta(seconds=2 * patience_s)
-    return dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=True)
+    return new_group(ranks, [group], timeout=timeout, backend="gloo")
 
 
 def barrier(where: str, group: ops.Group, patience_s: float = PATIENCE_S) -> None:

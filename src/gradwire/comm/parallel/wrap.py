@@ -113,7 +113,7 @@ def wrap(
     everyone = None if reducer is None else reducer.everyone
     settings = {"strategy": kind.name, "average": average, **options, "islands": islands_of(reducer, options)}
     check_agreement(everyone, reducer, parameters_of(model), **settings)  # before islands are made, or weights sent
-    numel = trainable_numel(model)  # before the model is cut into shards
+    shapes = trainable_shapes(model)  # before the model is cut into shards
     chosen = kind.build(reducer, device, **options)
     chosen.averages = average
     chosen.reduced = average and reducer is not None and reducer.world > 1
@@ -124,7 +124,7 @@ def wrap(
     if not chosen.communicates:
         chosen.keep_apart(wrapped)
     if reducer is not None and (average or chosen.communicates):
-        attach_reducer(reducer, wrapped, chosen, numel)
+        attach_reducer(reducer, wrapped, chosen, shapes)
     return wrapped
 
 
@@ -169,7 +169,7 @@ def hook(wrapped: nn.Module, reducer: Reducer) -> Completeness | None:
     check_ranks(wrapped, reducer)
     check_agreement(reducer.everyone, reducer, parameters_of(wrapped), strategy=kind.name)
     device = next(wrapped.parameters()).device
-    return attach_reducer(reducer, wrapped, kind.build(reducer, device), trainable_numel(wrapped))
+    return attach_reducer(reducer, wrapped, kind.build(reducer, device), trainable_shapes(wrapped))
 
 
 def wrapper_of(wrapped: nn.Module) -> type[Strategy]:
@@ -236,8 +236,10 @@ def check_ranks(wrapped: nn.Module, reducer: Reducer) -> None:
             )
 
 
-def attach_reducer(reducer: Reducer, wrapped: nn.Module, strategy: Strategy, numel: int) -> Completeness | None:
-    """Prepare the reducer for ``numel`` trainable elements, and replace the framework's reduction with it."""
+def attach_reducer(
+    reducer: Reducer, wrapped: nn.Module, strategy: Strategy, shapes: Sequence[tuple[int, ...]]
+) -> Completeness | None:
+    """Prepare the reducer for trainable parameters of some shapes, and replace the framework's reduction with it."""
     HOOKED.add(wrapped)
     if reducer.world == 1:
         return None
@@ -245,14 +247,14 @@ def attach_reducer(reducer: Reducer, wrapped: nn.Module, strategy: Strategy, num
     if strategy.averages:  # else an optimizer communicates, and finishes
         watch = Completeness(wrapped, strategy)
         reducer.watch(watch)
-    strategy.prepare(reducer, numel)
+    strategy.prepare(reducer, shapes)
     strategy.hook(wrapped, reducer)
     return watch
 
 
-def trainable_numel(model: nn.Module) -> int:
-    """Return the number of trainable elements."""
-    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+def trainable_shapes(model: nn.Module) -> list[tuple[int, ...]]:
+    """Return the shapes of the trainable parameters."""
+    return [tuple(parameter.shape) for parameter in model.parameters() if parameter.requires_grad]
 
 
 def reduced_numel(wrapped: nn.Module) -> int:

@@ -23,6 +23,7 @@ from gradwire.comm.collectives.reducer import check_options
 from gradwire.comm.compressors import as_compressor
 from gradwire.comm.compressors.base import Compressor
 from gradwire.comm.parallel.checks import check_agreement, check_gradients, parameters_of, warn_of_statistics
+from gradwire.comm.parallel.mesh import local
 from gradwire.comm.parallel.names import COMPILED, named_parameters
 from gradwire.comm.parallel.strategies.ddp import DDP
 from gradwire.comm.parallel.strategies.fsdp2 import groups_of
@@ -109,6 +110,7 @@ class Communicating(Optimizer):
         self.model, self.reducer, self.parameters = model, reducer, parameters
         if reducer.world > 1:
             reducer.prepare("all_reduce", sum(p.numel() for p in parameters.values()))
+            reducer.connect("all_reduce", shapes_of(parameters), strategy_of(model).device)
         reducer.codec.check_names(parameters)
 
     @property
@@ -413,6 +415,11 @@ def _islands(model: FSDPModule, whose: str) -> Islands:
 def ranks(group: dist.ProcessGroup | None) -> list[int]:
     """Return the ranks of a group; of all ranks for None."""
     return dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
+
+
+def shapes_of(parameters: Mapping[str, nn.Parameter]) -> list[tuple[int, ...]]:
+    """Return the shapes of this rank's parts of parameters."""
+    return [tuple(local(p).shape) for p in parameters.values()]
 
 
 def listed(names: Sequence[str]) -> str:

@@ -27,8 +27,9 @@ from gradwire.comm.collectives import Layout, Reducer, state
 from gradwire.comm.compressors import as_compressor
 from gradwire.comm.parallel.checks import check_agreement
 from gradwire.comm.parallel.mesh import local
-from gradwire.comm.parallel.optimizers.base import AnyCompressor, step_without_hooks
+from gradwire.comm.parallel.optimizers.base import AnyCompressor, shapes_of, step_without_hooks
 from gradwire.comm.parallel.optimizers.diloco import DiLoCo, copied, state_of
+from gradwire.comm.parallel.strategy import strategy_of
 
 PART = "embeddings"  # the name of their reducer
 
@@ -72,6 +73,7 @@ class ReplayDiLoCo(DiLoCo):
         reduction = {option: value for option, value in self.reducer.codec.options if option != "schedule"}
         self.part = Reducer(compressor, self.reducer.group, seed=self.reducer.codec.seed, **reduction)
         self.part.prepare("all_reduce", sum(p.numel() for p in self.replayed.values()))
+        self.part.connect("all_reduce", shapes_of(self.replayed), strategy_of(self.model).device)
         self.reducer.join(PART, self.part)
         check_agreement(self.reducer.everyone, self.reducer, {})
         self.sums = {name: torch.zeros_like(self.anchors[name]) for name in self.replayed}  # of gradients, in a round

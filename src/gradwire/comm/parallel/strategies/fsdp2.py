@@ -102,7 +102,7 @@ class FSDP2(Strategy):
         """Always: gradients are reduced over the shards."""
         return True
 
-    def prepare(self, reducer: Reducer, numel: int) -> None:
+    def prepare(self, reducer: Reducer, shapes: Sequence[tuple[int, ...]]) -> None:
         """Leave it to `hook`, which knows the sizes of all levels."""
 
     def replicas_of(self, group: ParameterGroup) -> Group:
@@ -141,6 +141,7 @@ class FSDP2(Strategy):
         self._ignored = trainable(wrapped).keys() - reduced
         for (level, kind), numel in sizes.items():
             level.prepare(kind, numel)
+            level.connect(kind, [shape for group in groups for shape in group.trained.values()], self.device)
         for check in (check_not_interrupted, check_whole):
             wrapped.register_forward_pre_hook(check, prepend=True)  # before the framework's own
 
