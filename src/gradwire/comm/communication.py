@@ -102,18 +102,18 @@ Interval = Annotated[Count | dict[Natural, Count], BeforeValidator(_interval)]
 class Outer(Strict):
     """The outer step of local updates: SGD, whose gradient is the mean pseudo-gradient. DiLoCo's by default."""
 
-    lr: float = Field(0.7, gt=0, description="learning rate; 1 without momentum moves to the mean of the ranks")
-    momentum: float = Field(0.9, ge=0, lt=1, description="momentum; 0: none")
-    nesterov: bool = Field(True, description="Nesterov momentum, as in DiLoCo")
+    lr: float = Field(default=0.7, gt=0, description="learning rate; 1 without momentum moves to the mean of the ranks")
+    momentum: float = Field(default=0.9, ge=0, lt=1, description="momentum; 0: none")
+    nesterov: bool = Field(default=True, description="Nesterov momentum, as in DiLoCo")
 
 
 class Streaming(Strict, strict=True):
     """How local updates send the model in fragments while training goes on; ``comm.parallel.optimizers.streaming``."""
 
     fragments: Count = Field(description="number of fragments; one is in flight at a time")
-    delay: Natural = Field(1, description="steps from sending a fragment to receiving it")
+    delay: Natural = Field(default=1, description="steps from sending a fragment to receiving it")
     alpha: float = Field(
-        0.5, ge=0, lt=1, description="part of the own parameters in the mixture with the received ones"
+        default=0.5, ge=0, lt=1, description="part of the own parameters in the mixture with the received ones"
     )
 
 
@@ -124,22 +124,28 @@ class Communication(Strict, strict=True):
     """
 
     comm_optimizer: CommOptimizer = Field(
-        "gradient", description="what travels: gradients, an optimizer's momenta, or the outcome of local updates"
+        default="gradient",
+        description="what travels: gradients, an optimizer's momenta, or the outcome of local updates",
     )
-    freeze_step: Count | None = Field(None, description="0/1 Adam updates the variance until here")
-    variance_kappa: Count = Field(16, description="updates before their interval doubles")
-    local_doubling: Count | None = Field(None, description="steps before the local steps' interval doubles")
-    max_local_steps: Count = Field(16, description="largest interval between synchronisations")
-    H: Interval | None = Field(None, description="local steps of a round, or a schedule: {0: 1, 100: 5}")
-    H_momentum: Interval | None = Field(None, description="steps between averages of desloc's first moment; 3 H")
-    H_variance: Interval | None = Field(None, description="steps between averages of desloc's second moment; 6 H")
-    outer_lr: float | None = Field(None, gt=0, description="learning rate of the outer step")
-    outer_momentum: float | None = Field(None, ge=0, lt=1, description="Nesterov momentum of the outer step")
-    dense_rounds: Natural = Field(0, description="first rounds without compression")
-    inner: Inner | None = Field(None, description="the optimizer of a rank's steps")
-    streaming: Streaming | None = Field(None, description="send in fragments while training goes on")
+    freeze_step: Count | None = Field(default=None, description="0/1 Adam updates the variance until here")
+    variance_kappa: Count = Field(default=16, description="updates before their interval doubles")
+    local_doubling: Count | None = Field(default=None, description="steps before the local steps' interval doubles")
+    max_local_steps: Count = Field(default=16, description="largest interval between synchronisations")
+    H: Interval | None = Field(default=None, description="local steps of a round, or a schedule: {0: 1, 100: 5}")
+    H_momentum: Interval | None = Field(
+        default=None, description="steps between averages of desloc's first moment; 3 H"
+    )
+    H_variance: Interval | None = Field(
+        default=None, description="steps between averages of desloc's second moment; 6 H"
+    )
+    outer_lr: float | None = Field(default=None, gt=0, description="learning rate of the outer step")
+    outer_momentum: float | None = Field(default=None, ge=0, lt=1, description="Nesterov momentum of the outer step")
+    dense_rounds: Natural = Field(default=0, description="first rounds without compression")
+    inner: Inner | None = Field(default=None, description="the optimizer of a rank's steps")
+    streaming: Streaming | None = Field(default=None, description="send in fragments while training goes on")
     embeddings: str | dict[str, Any] | None = Field(
-        None, description="replay embeddings, and the compressor of their gradients: {method: int8, num_bits: 4}"
+        default=None,
+        description="replay embeddings, and the compressor of their gradients: {method: int8, num_bits: 4}",
     )
 
     @property

@@ -23,9 +23,11 @@ class Options(Strict):
     """Flags of ``gradwire compressors``."""
 
     names: Annotated[tuple[str, ...], Positional("NAME")] = Field(
-        (), description="methods and chains; all methods by default"
+        default=(), description="methods and chains; all methods by default"
     )
-    as_json: bool = Field(False, alias="json", description="print the methods with the JSON schema of their options")
+    as_json: bool = Field(
+        default=False, alias="json", description="print the methods with the JSON schema of their options"
+    )
 
 
 def main(options: Options) -> None:

@@ -26,10 +26,14 @@ class Exempt(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    max_numel: int | None = Field(None, ge=0, le=2**63 - 1, description="exempt parameters of at most so many elements")
-    max_ndim: int | None = Field(None, **NATURAL.limits, description="exempt parameters of at most so many dimensions")
+    max_numel: int | None = Field(
+        default=None, ge=0, le=2**63 - 1, description="exempt parameters of at most so many elements"
+    )
+    max_ndim: Annotated[int, NATURAL] | None = Field(
+        default=None, description="exempt parameters of at most so many dimensions"
+    )
     names: tuple[str, ...] = Field(
-        (), strict=False, description="exempt parameters whose name matches a pattern (* ? [])"
+        default=(), strict=False, description="exempt parameters whose name matches a pattern (* ? [])"
     )
 
     def covers(self, name: str, shape: tuple[int, ...]) -> bool:
@@ -59,35 +63,39 @@ class ReducerOptions(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
-    error_feedback: bool = Field(False, description="add what an encoding lost to the next gradient")
-    ef_decay: float = Field(1.0, gt=0, le=1, description="factor of residuals before they are added; 1 forgets nothing")
+    error_feedback: bool = Field(default=False, description="add what an encoding lost to the next gradient")
+    ef_decay: float = Field(
+        default=1.0, gt=0, le=1, description="factor of residuals before they are added; 1 forgets nothing"
+    )
     ef_average: float = Field(
-        0.0, ge=0, lt=1, description="weight of the old residual in the new one; 0 keeps the last error only"
+        default=0.0, ge=0, lt=1, description="weight of the old residual in the new one; 0 keeps the last error only"
     )
     ef_reset: Annotated[int, NATURAL] = Field(
-        0, description="optimizer steps after which residuals are dropped; 0: never"
+        default=0, description="optimizer steps after which residuals are dropped; 0: never"
     )
-    residual_dtype: ResidualDtype = Field("float32", description="type of stored residuals")
+    residual_dtype: ResidualDtype = Field(default="float32", description="type of stored residuals")
     algorithm: Literal["auto", "exchange", "gather", "native"] = Field(
-        "auto",
+        default="auto",
         description="encodings go to the owner of their row (exchange) or to all ranks (gather), or collectives sum "
         "the compressor's rounds (native); auto chooses once",
     )
     granularity: Literal["piece", "row"] = Field(
-        "piece", description="encode a piece of one parameter at once, or all of a row"
+        default="piece", description="encode a piece of one parameter at once, or all of a row"
     )
     second: Literal["encoded", "float32"] = Field(
-        "encoded", description="an all-reduce sends means encoded again, or as float32"
+        default="encoded", description="an all-reduce sends means encoded again, or as float32"
     )
-    exempt: Exempt = Field(Exempt(), description="tensors sent as float32")
-    dense_steps: Annotated[int, NATURAL] = Field(0, description="first steps without compression")
-    overlap: bool = Field(True, description="reduce during the backward pass; the means are the same, bit for bit")
+    exempt: Exempt = Field(default=Exempt(), description="tensors sent as float32")
+    dense_steps: Annotated[int, NATURAL] = Field(default=0, description="first steps without compression")
+    overlap: bool = Field(
+        default=True, description="reduce during the backward pass; the means are the same, bit for bit"
+    )
     nonfinite: Literal["raise", "skip", "propagate"] = Field(
-        "raise",
+        default="raise",
         description="on NaN or infinity finish raises on all ranks, or returns False (skip) or True (propagate)",
     )
     schedule: dict[str, ByStep] = Field(
-        {}, description="values of an option from given steps on, as {density: {0: 0.25, 20: 0.05}}"
+        default={}, description="values of an option from given steps on, as {density: {0: 0.25, 20: 0.05}}"
     )
 
     @classmethod

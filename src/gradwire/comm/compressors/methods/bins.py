@@ -27,8 +27,8 @@ class Bins(Quantizer):
     name = "bins"
     use = "Few bits for what has one scale, such as a sparsifier's values: `chunktopk+bins`; with error feedback."
 
-    bits: Literal[1, 2, 4, 8] = Field(2, description="bits of an element")
-    sigmas: float = Field(6.0, gt=0, description="standard deviations that the bins cover")
+    bits: Literal[1, 2, 4, 8] = Field(default=2, description="bits of an element")
+    sigmas: float = Field(default=6.0, gt=0, description="standard deviations that the bins cover")
 
     def wire_bytes(self, shape: Shape) -> int:
         """A float32 per bin and the codes."""

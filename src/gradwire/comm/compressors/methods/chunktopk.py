@@ -23,8 +23,8 @@ class ChunkTopK(Chunked):
     name = "chunktopk"
     use = "What local updates send (`comm_optimizer: sparseloco`), with a quantizer for the values and error feedback."
 
-    k: Count = Field(64, description="elements of a chunk that are sent")
-    chunk: Block = Field(4096, description="consecutive elements of a chunk")
+    k: Count = Field(default=64, description="elements of a chunk that are sent")
+    chunk: Block = Field(default=4096, description="consecutive elements of a chunk")
 
     @property
     def density(self) -> float:

@@ -30,8 +30,8 @@ class DCTTopK(Chunked):
     use = "A momentum whose slow waves travel first: `comm_optimizer: demo`."
     overflow: ClassVar[float] = 2.0**120  # sums over a tile stay finite below it
 
-    k: Count = Field(32, description="coefficients of a tile that are sent")
-    tile: Annotated[int, Field(ge=1, le=256)] = Field(64, description="largest side of a tile")
+    k: Count = Field(default=32, description="coefficients of a tile that are sent")
+    tile: Annotated[int, Field(ge=1, le=256)] = Field(default=64, description="largest side of a tile")
 
     @property
     def growth(self) -> float:

@@ -32,8 +32,8 @@ class FP8(BlockQuantizer):
     name = "fp8"
     use = "A quarter of the bytes where values within a block differ by orders of magnitude."
 
-    format: Literal["e4m3", "e5m2"] = Field("e4m3", description="more precision (e4m3) or more range (e5m2)")
-    block: Block = Field(256, description="consecutive elements that share one scale")
+    format: Literal["e4m3", "e5m2"] = Field(default="e4m3", description="more precision (e4m3) or more range (e5m2)")
+    block: Block = Field(default=256, description="consecutive elements that share one scale")
 
     @property
     def dtype(self) -> torch.dtype:

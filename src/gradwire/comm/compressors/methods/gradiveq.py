@@ -53,10 +53,10 @@ class GradiVeQ(Compressor):
     use = "Convolutions, whose neighbouring gradients correlate; natively summed between the basis steps."
     linear = True
 
-    slice: int = Field(64, ge=2, le=2**13, description="consecutive elements in a slice (K)")
-    components: Count = Field(8, description="coefficients per slice (k), fewer than its elements")
-    window: Count = Field(10, description="uncompressed steps, in rounds, that a basis is computed from")
-    refresh: Count = Field(100, description="steps from one window to the next, more than the window has")
+    slice: int = Field(default=64, ge=2, le=2**13, description="consecutive elements in a slice (K)")
+    components: Count = Field(default=8, description="coefficients per slice (k), fewer than its elements")
+    window: Count = Field(default=10, description="uncompressed steps, in rounds, that a basis is computed from")
+    refresh: Count = Field(default=100, description="steps from one window to the next, more than the window has")
 
     @model_validator(mode="after")
     def _fewer(self) -> GradiVeQ:

@@ -37,9 +37,9 @@ class Int8(BlockQuantizer):
     name = "int8"
     use = "A quarter of the bytes or an eighth (`num_bits: 4`), safe without error feedback."
 
-    num_bits: Literal[8, 4, 2] = Field(8, description="bits of a code")
-    block: Block = Field(256, description="consecutive elements that share one scale")
-    rounding: Literal["nearest", "stochastic"] = Field("nearest", description="how a value becomes an integer")
+    num_bits: Literal[8, 4, 2] = Field(default=8, description="bits of a code")
+    block: Block = Field(default=256, description="consecutive elements that share one scale")
+    rounding: Literal["nearest", "stochastic"] = Field(default="nearest", description="how a value becomes an integer")
 
     @property
     def unbiased(self) -> bool:

@@ -44,8 +44,8 @@ class Natural(BlockQuantizer):
     use = "Unbiased at a byte per element, with a variance of at most an eighth of its square."
     overflow = 2.0**127 * (1 + 2.0**-MANTISSA)  # the next number after 2^127 may be rounded up to 2^128
 
-    bits: Literal[8, 9] = Field(8, description="bits per element: 7 or 8 of them for the exponent")
-    block: Block = Field(512, description="consecutive elements that share a lowest exponent, with 8 bits")
+    bits: Literal[8, 9] = Field(default=8, description="bits per element: 7 or 8 of them for the exponent")
+    block: Block = Field(default=512, description="consecutive elements that share a lowest exponent, with 8 bits")
 
     @property
     def unbiased(self) -> bool:

@@ -32,10 +32,10 @@ class OneBit(BlockQuantizer):
     use = "A bit per element: with error feedback and dense steps first, or as `comm_optimizer: onebit_adam`."
 
     means: Literal["block", "column"] = Field(
-        "block",
+        default="block",
         description="what shares two means: consecutive elements, or a matrix column (a vector is one)",
     )
-    block: Block = Field(256, description="consecutive elements of a block")
+    block: Block = Field(default=256, description="consecutive elements of a block")
 
     def groups(self, shape: Shape) -> int:
         """Number of blocks, the last one perhaps shorter, or of columns."""

@@ -39,8 +39,8 @@ class PowerSGD(Compressor):
     use = "Large matrices on slow links, with error feedback; all ranks sum its factors natively."
     linear = True
 
-    rank: Count = Field(4, description="columns of the two factors")
-    warm_start: bool = Field(True, description="start rounds with the last step's Q instead of random numbers")
+    rank: Count = Field(default=4, description="columns of the two factors")
+    warm_start: bool = Field(default=True, description="start rounds with the last step's Q instead of random numbers")
 
     def compresses(self, shape: Shape) -> bool:
         """Whether a tensor of this shape travels as two factors instead of float32."""

@@ -40,11 +40,13 @@ class QSGD(BlockQuantizer):
     name = "qsgd"
     use = "When an analysis asks for an unbiased estimate with a bound on its variance."
 
-    levels: int = Field(127, ge=1, le=2**15 - 1, description="levels s between zero and the norm")
-    norm: Literal["l2", "max"] = Field("l2", description="norm of a bucket: its 2-norm or its largest magnitude")
-    block: Block = Field(512, description="consecutive elements of a bucket, which share one norm")
+    levels: int = Field(default=127, ge=1, le=2**15 - 1, description="levels s between zero and the norm")
+    norm: Literal["l2", "max"] = Field(
+        default="l2", description="norm of a bucket: its 2-norm or its largest magnitude"
+    )
+    block: Block = Field(default=512, description="consecutive elements of a bucket, which share one norm")
     coding: Literal["dense", "elias"] = Field(
-        "dense", description="dense: equal numbers of bits; elias: fewer bits for small numbers"
+        default="dense", description="dense: equal numbers of bits; elias: fewer bits for small numbers"
     )
 
     @property

@@ -48,8 +48,8 @@ class RandomK(Sparsifier):
     use = "Unbiased, and a seed replaces the indices; topk loses less at the same size."
     linear = True
 
-    density: float = Field(0.01, gt=0, le=1, description="part of the elements that is sent")
-    scaled: bool = Field(True, description="multiply by n / k, which makes it unbiased; off for error feedback")
+    density: float = Field(default=0.01, gt=0, le=1, description="part of the elements that is sent")
+    scaled: bool = Field(default=True, description="multiply by n / k, which makes it unbiased; off for error feedback")
 
     @property
     def unbiased(self) -> bool:

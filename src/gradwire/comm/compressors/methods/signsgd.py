@@ -35,9 +35,9 @@ class SignSGD(BlockQuantizer):
     use = "A bit per element for SGD with error feedback; under Adam it cost much perplexity."
 
     scale: Literal["mean", "none"] = Field(
-        "mean", description="magnitude of a sign: the block's mean |x|, or 1 (then ranks can vote)"
+        default="mean", description="magnitude of a sign: the block's mean |x|, or 1 (then ranks can vote)"
     )
-    block: Block = Field(256, description="consecutive elements that share one scale")
+    block: Block = Field(default=256, description="consecutive elements that share one scale")
 
     @property
     def has_rounds(self) -> bool:

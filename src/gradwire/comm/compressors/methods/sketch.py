@@ -52,10 +52,12 @@ class Sketch(Compressor):
     use = "When encodings must be additive, with a size that does not depend on the data."
     linear = True
 
-    rows: Literal[1, 3, 5, 7, 9] = Field(5, description="rows of the table; odd, so that the median is one of them")
-    width: float = Field(0.02, gt=0, le=1, description="columns of the table, as a fraction of the elements")
-    density: float = Field(0.01, gt=0, le=1, description="fraction of the elements that is recovered")
-    candidates: Count = Field(4, description="in rounds, elements summed exactly for each one that is kept")
+    rows: Literal[1, 3, 5, 7, 9] = Field(
+        default=5, description="rows of the table; odd, so that the median is one of them"
+    )
+    width: float = Field(default=0.02, gt=0, le=1, description="columns of the table, as a fraction of the elements")
+    density: float = Field(default=0.01, gt=0, le=1, description="fraction of the elements that is recovered")
+    candidates: Count = Field(default=4, description="in rounds, elements summed exactly for each one that is kept")
 
     def columns(self, shape: Shape) -> int:
         """Columns of the table."""

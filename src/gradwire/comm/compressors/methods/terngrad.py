@@ -34,9 +34,11 @@ class TernGrad(BlockQuantizer):
     name = "terngrad"
     use = "Unbiased at about two bits per element, where its large variance averages out over many ranks."
 
-    block: Block = Field(256, description="consecutive elements that share one scale")
-    packing: Literal["2bit", "base3"] = Field("2bit", description="2 bits per element, or five elements per byte")
-    clip: float | None = Field(None, gt=0, description="largest scale, in root mean squares")
+    block: Block = Field(default=256, description="consecutive elements that share one scale")
+    packing: Literal["2bit", "base3"] = Field(
+        default="2bit", description="2 bits per element, or five elements per byte"
+    )
+    clip: float | None = Field(default=None, gt=0, description="largest scale, in root mean squares")
 
     @property
     def unbiased(self) -> bool:

@@ -32,11 +32,13 @@ class Threshold(Sparsifier):
     name = "threshold"
     use = "When few gradients are large and their number may vary from step to step."
 
-    threshold: float = Field(2.5, gt=0, description="the least magnitude sent, in units of scale")
+    threshold: float = Field(default=2.5, gt=0, description="the least magnitude sent, in units of scale")
     scale: Literal["rms", "max", "absolute"] = Field(
-        "rms", description="unit of the threshold: the tensor's root mean square, its largest magnitude, or 1"
+        default="rms", description="unit of the threshold: the tensor's root mean square, its largest magnitude, or 1"
     )
-    indices: CodeName = Field("auto", description="how the places are written; auto: the shortest code of known size")
+    indices: CodeName = Field(
+        default="auto", description="how the places are written; auto: the shortest code of known size"
+    )
 
     @model_validator(mode="after")
     def _reachable(self) -> Threshold:

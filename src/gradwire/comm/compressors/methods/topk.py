@@ -27,8 +27,10 @@ class TopK(Sparsifier):
     name = "topk"
     use = "Slow links and SGD with error feedback, after some dense steps; a chain such as topk+int8 packs the values."
 
-    density: float = Field(0.01, gt=0, le=1, description="part of the elements that is sent")
-    indices: CodeName = Field("auto", description="how the places are written; auto: the shortest code of known size")
+    density: float = Field(default=0.01, gt=0, le=1, description="part of the elements that is sent")
+    indices: CodeName = Field(
+        default="auto", description="how the places are written; auto: the shortest code of known size"
+    )
 
     def kept(self, shape: Shape) -> int:
         """k."""

@@ -51,7 +51,7 @@ class Source(BaseModel, ABC):
     size: ClassVar[str | None] = None
     """The size of a corpus too large to read by accident, such as ``about 20 GB``: a limit is then required."""
 
-    revision: str | None = Field(None, description="required revision; any other is an error")
+    revision: str | None = Field(default=None, description="required revision; any other is an error")
 
     @abstractmethod
     def open(self) -> Stream:

@@ -31,17 +31,21 @@ class Datasets(Source):
     name = "datasets"
 
     data_path: Path = Field(description="a dataset's name on the Hub, or a local folder")
-    configuration: str | None = Field(None, description="the dataset's configuration, such as wikitext-2-raw-v1")
-    split: str = Field(UNNAMED, description="the split to read")
-    text_column: str = Field("text", description="the column with the text")
-    prompt_column: str | None = Field(None, description="the column with the prompt, instead of a text")
-    completion_column: str | None = Field(None, description="the column with its completion, the only targets")
-    messages_column: str | None = Field(
-        None, description="the column with a chat, instead of a text: a list of role and content"
+    configuration: str | None = Field(
+        default=None, description="the dataset's configuration, such as wikitext-2-raw-v1"
     )
-    weight_column: str | None = Field(None, description="the column with the weight of a row's targets (None: 1)")
-    id_column: str | None = Field(None, description="the column with the id (None: <split>/<row>)")
-    title_column: str | None = Field(None, description="the column with the title (None: no title)")
+    split: str = Field(default=UNNAMED, description="the split to read")
+    text_column: str = Field(default="text", description="the column with the text")
+    prompt_column: str | None = Field(default=None, description="the column with the prompt, instead of a text")
+    completion_column: str | None = Field(default=None, description="the column with its completion, the only targets")
+    messages_column: str | None = Field(
+        default=None, description="the column with a chat, instead of a text: a list of role and content"
+    )
+    weight_column: str | None = Field(
+        default=None, description="the column with the weight of a row's targets (None: 1)"
+    )
+    id_column: str | None = Field(default=None, description="the column with the id (None: <split>/<row>)")
+    title_column: str | None = Field(default=None, description="the column with the title (None: no title)")
 
     @model_validator(mode="after")
     def _one_form(self) -> Self:

@@ -28,10 +28,11 @@ class Json(Source):
 
     data_path: Path = Field(description="the corpus file, a JSON array or .jsonl")
     id_from: str | None = Field(
-        None, description="key of a document's id, or an entry point of the group gradwire.sample_ids (None: id)"
+        default=None,
+        description="key of a document's id, or an entry point of the group gradwire.sample_ids (None: id)",
     )
 
-    skip_invalid: bool = Field(False, description=SKIP_INVALID)
+    skip_invalid: bool = Field(default=False, description=SKIP_INVALID)
 
     def open(self) -> Stream:
         """Return the documents of the file."""

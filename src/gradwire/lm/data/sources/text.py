@@ -39,9 +39,9 @@ class Text(Source):
     name = "text"
 
     data_path: Path = Field(description="a folder, a glob such as 'docs/**/*.rst.gz', or a file")
-    split_at: Literal["files", "headings"] = Field("files", description="where a document ends")
+    split_at: Literal["files", "headings"] = Field(default="files", description="where a document ends")
     encoding: Annotated[str, AfterValidator(_known)] | None = Field(
-        None, description="the files' encoding (None: detected for each file)"
+        default=None, description="the files' encoding (None: detected for each file)"
     )
 
     def open(self) -> Stream:

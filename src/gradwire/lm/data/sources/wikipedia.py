@@ -33,7 +33,9 @@ class Wikipedia(Source):
     name = "wikipedia"
     size = "about 20 GB"
 
-    data_path: Path | None = Field(None, description="a Parquet file with the dataset's columns to read instead")
+    data_path: Path | None = Field(
+        default=None, description="a Parquet file with the dataset's columns to read instead"
+    )
 
     def open(self) -> Stream:
         """Return the articles, and the commit of the revision (None for a local file)."""
