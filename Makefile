@@ -11,7 +11,7 @@
 # make train ARGS="--data_path ... --output_dir ..." [RANKS=2]   one run by hand: what is here, TensorBoard, its log, shown and kept
 # make gpu [DEVICE=cpu] [PARTS="codecs model"]     what claims CUDA, checked and timed on a GPU: results/gpu
 # make tensorboard [RESULTS=results]     TensorBoard over all runs, on a free port
-# make lint                              ruff, mypy, import-linter, snakefmt, codespell, snakemake --lint
+# make lint                              ruff, mypy, pyright, import-linter, snakefmt, codespell, snakemake --lint
 # make docs                              the documentation into site/, strictly: warnings and broken links are errors
 PYTHON ?= python3
 CONFIG ?= config.yaml
@@ -84,6 +84,9 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/mypy --config-file benchmarks/mypy.ini
+	$(BIN)/python tests/checkers/pages.py build/pages
+	$(BIN)/mypy --config-file tests/checkers/mypy.ini examples build/pages
+	$(BIN)/basedpyright --project tests/checkers --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
 	$(BIN)/snakefmt --check Snakefile src/gradwire/bench/workflow
 	$(BIN)/codespell

@@ -11,11 +11,10 @@ import gradwire
 
 dist.init_process_group("gloo")
 torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(32, 256), nn.ReLU(), nn.Linear(256, 1))
+model = DistributedDataParallel(nn.Sequential(nn.Linear(32, 256), nn.ReLU(), nn.Linear(256, 1)))
 teacher = torch.randn(32, 1)
 torch.manual_seed(1 + dist.get_rank())  # every rank has its own data
 
-model = DistributedDataParallel(model)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 compression = gradwire.compress_gradients(
     model, {"method": "int8", "block": 64}, optimizer=optimizer, error_feedback=True

@@ -4,9 +4,11 @@ It needs accelerate: pip install 'gradwire[trainer]'.
 """
 
 import tempfile
+from typing import cast
 
 import torch
 import torch.distributed as dist
+from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 from gradwire.comm.huggingface import CompressedGradients
@@ -16,7 +18,8 @@ def main() -> None:
     """Train a tiny GPT-2 on a sentence of numbers."""
     torch.manual_seed(0)
     sizes = {"vocab_size": 64, "n_positions": 16, "n_embd": 32, "n_layer": 1, "n_head": 2}
-    model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=None, eos_token_id=None, loss_type="ForCausalLMLoss"))
+    others = {"bos_token_id": None, "eos_token_id": None, "loss_type": "ForCausalLMLoss"}
+    model = GPT2LMHeadModel(GPT2Config.from_dict({**sizes, **others}))
     samples = [{"input_ids": ids, "labels": ids} for ids in (torch.arange(16) + torch.arange(64)[:, None]) % 64]
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
@@ -24,7 +27,7 @@ def main() -> None:
             ddp_find_unused_parameters=False, dataloader_pin_memory=False, logging_steps=4, report_to=[],
             save_strategy="no", disable_tqdm=True,
         )  # fmt: skip
-        trainer = Trainer(model, arguments, train_dataset=samples)
+        trainer = Trainer(model, arguments, train_dataset=cast(Dataset, samples))
         compressed = CompressedGradients(trainer, "int8", error_feedback=True)
         trainer.add_callback(compressed)
         trainer.train()

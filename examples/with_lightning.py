@@ -5,13 +5,14 @@ It needs lightning: pip install lightning. A second call resumes from the last c
 
 import io
 import sys
+from typing import cast
 
 import lightning
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from gradwire import comm_hook
@@ -23,8 +24,10 @@ class Llama(lightning.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
-        self.llama = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2))
+        config = LlamaConfig(
+            vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
+        )
+        self.llama = LlamaForCausalLM(config)
 
     def training_step(self, ids: Tensor, index: int) -> Tensor:
         """Return the loss of a batch."""
@@ -68,6 +71,6 @@ trainer = lightning.Trainer(
     callbacks=[compressed, saving], logger=False, enable_progress_bar=False, enable_model_summary=False,
 )  # fmt: skip
 samples = (torch.arange(16) + torch.arange(64)[:, None]) % 64
-trainer.fit(model, DataLoader(samples, batch_size=4, shuffle=True), ckpt_path="last")
+trainer.fit(model, DataLoader(cast(Dataset, samples), batch_size=4, shuffle=True), ckpt_path="last")
 traffic = compressed.state.reducer.traffic
 model.print(f"{traffic['sent']:,} bytes sent of {traffic['raw']:,}")
