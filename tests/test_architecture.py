@@ -19,7 +19,7 @@ from gradwire.base.extras import EXTRAS
 from gradwire.base.source_digest import PACKAGE, closure, imports, module_file, source_digest
 from gradwire.cli import VERBS
 
-PACKAGES = {"yaml": "pyyaml", "faiss": "faiss-cpu"}  # by the name that is imported
+PACKAGES = {"yaml": "pyyaml"}  # by the name that is imported
 HEAVY = ("torch", "transformers", "pandas", "pyarrow", "datasets", "tokenizers", "matplotlib", "tensorboard")
 VERBS_HERE = sorted(name for name, verb in VERBS.items() if module_file(verb.module))
 

@@ -14,7 +14,6 @@ EXTRAS = {  # names of imports; an extra may include others (pyproject.toml)
     ),
     "datasets": ("datasets", "huggingface_hub"),
     "elastic": ("torchft",),
-    "faiss": ("faiss",),
     "trainer": ("accelerate",),
     "wandb": ("wandb",),
 }

@@ -37,12 +37,6 @@ VERBS = {
         "gradwire.attribution.query.query", "find the samples whose gradients are nearest to that of a text"
     ),
     "grads less": Verb("gradwire.bench.grads_less", "select training data for validation data, as LESS does"),
-    "grads index": Verb(
-        "gradwire.attribution.query.index", "build a FAISS index of a gradient store, for faster queries"
-    ),
-    "grads serve": Verb(
-        "gradwire.attribution.query.serve", "answer queries of a gradient store in a browser, on this machine"
-    ),
     "grads factors": Verb("gradwire.attribution.collect.factors", "compute the curvature for gradients of type ekfac"),
     "grads lds": Verb(
         "gradwire.bench.judge.lds", "judge attribution methods by trainings on random subsets of the samples"

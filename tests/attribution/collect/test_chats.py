@@ -13,9 +13,9 @@ from transformers import AutoTokenizer
 
 from gradwire import cli
 from gradwire.attribution.collect import score
-from gradwire.attribution.query import serve
 from gradwire.attribution.query.searcher import Searcher
 from gradwire.attribution.store import provenance, store
+from gradwire.base.errors import BadInput
 from gradwire.lm.data.chats import Template
 from gradwire.lm.models import causal
 
@@ -91,7 +91,7 @@ def test_queries_read_chats_as_the_store(made, tmp_path, capsys):
     for number in (2, 5):
         wanted = searcher.stored(f"chat/{number}")[0]
         assert searcher.of_messages(chat(number))[0] == pytest.approx(wanted, rel=1e-4, abs=1e-6)
-        answer = serve.answer(searcher, json.dumps({"messages": chat(number), "top_k": 1}).encode())
+        answer = searcher.nearest(searcher.of_messages(chat(number)), "cosine", "mean", 1)
         assert answer[0]["score"] == pytest.approx(1, abs=1e-5)
         one = write(tmp_path / f"{number}.jsonl", [{"messages": chat(number)}])
         words = ["--store", dim, "--data_path", one, "--cache_dir", tmp_path / f"cache-{number}", "--json"]
@@ -114,7 +114,7 @@ def test_queries_read_chats_as_the_store(made, tmp_path, capsys):
     words = ["--store", dim, "--data_path", tmp_path / "plain" / "shards"]
     assert cli.main(["grads", "query", *map(str, words)]) == 2
     assert "has chats in the format plain, not template" in capsys.readouterr().err
-    with pytest.raises(serve.BadInput, match="has no message of the assistant"):
+    with pytest.raises(BadInput, match="has no message of the assistant"):
         searcher.of_messages(chat(1)[:1])
 
 

@@ -6,14 +6,51 @@ import os
 
 import numpy as np
 import pytest
-from test_index import DIM, ROWS, by_hand, drawn, stored
+import torch
 
 from gradwire.attribution.query import search
-from gradwire.attribution.store import provenance
+from gradwire.attribution.store import provenance, store
+from gradwire.attribution.store.provenance import FORMAT, Provenance
 from gradwire.attribution.store.row_file import RowFile
 from gradwire.base.errors import BadInput
+from gradwire.base.files import sha256_file
 
-NEAR = 9
+ROWS, DIM, NEAR = 1501, 48, 9
+
+
+def stored(path, rows):
+    """Write a merged store of these rows, of samples ``s0``, ``s1``, …"""
+    words = dict.fromkeys(("source", "model_dir", "model_digest", "data_digest"), "")
+    about = {"split": "train", "samples": len(rows), "world_size": 1, "dims": [DIM], "grad_type": "sgd", "loss": "mean"}
+    made_by = {"method": "loop", "projection": "normal", "seed": 0, "save_interval": len(rows), "data_path": "none"}
+    origin = Provenance(format=FORMAT, **words, **about, **made_by)
+    columns = {"loss": 1.0, "n_targets": 1, "norm": 1.0, "flag": None}
+    names = store.all_names(path)
+    path.mkdir(parents=True)
+    block = store.bind(
+        torch.from_numpy(rows), [{"sample_id": f"s{row}", **columns} for row in range(len(rows))], origin
+    )
+    store.write(names, block)
+    counts = {"dim": DIM, "order": "as in the data", "rows": len(rows), "duplicates": 0, "duplicates_deviation": 0.0}
+    sums = {file.name: sha256_file(file) for file in names}
+    provenance.write_manifest(path, provenance.Manifest(**origin.model_dump(), **counts, sha256=sums))
+    return path
+
+
+def drawn(seed):
+    """Rows around 60 directions, of lengths from 0.5 to 3; row 5 is zero."""
+    random = np.random.default_rng(seed)
+    centres = random.standard_normal((60, DIM))[random.integers(60, size=ROWS)]
+    rows = (random.uniform(0.5, 3, (ROWS, 1)) * (centres + 0.5 * random.standard_normal((ROWS, DIM)))).astype("f4")
+    rows[5] = 0
+    return rows
+
+
+def by_hand(rows, at, metric):
+    wide = rows.astype(np.float64)
+    lengths = np.linalg.norm(wide, axis=1)
+    scale = np.where(lengths == 0, 1, lengths) if metric == "cosine" else np.ones(len(rows))
+    return wide @ wide[at] / scale / scale[at]
 
 
 def close(rows):

@@ -36,7 +36,6 @@ class StoreOptions(CurvatureOptions, PlaceOptions):
     """Flags of a store and of the places of what it was collected from."""
 
     store: Path = Field(description="a merged store (dim<N>/)")
-    index: bool = Field(False, description="score only what the index of `grads index` proposes; it may miss samples")
     corpus: Path | None = Field(None, description="corpus file; shows whole documents instead of samples")
     shards: Path | None = Field(None, description="current folder of the store's shards (default: as collected)")
 
@@ -44,12 +43,12 @@ class StoreOptions(CurvatureOptions, PlaceOptions):
         """Open the store.
 
         Raises:
-            BadInput: If the store, its index or its samples are invalid.
+            BadInput: If the store or its samples are invalid.
         """
         from gradwire.attribution.query.searcher import Searcher
 
         places = {"data_path": self.shards, **self.model_dump(include={*PLACES} - {"data_path"})}
-        return Searcher(self.store, places, self.device, self.chosen_damping, self.index)
+        return Searcher(self.store, places, self.device, self.chosen_damping)
 
 
 class Options(StoreOptions):
@@ -94,7 +93,6 @@ def main(options: Options) -> None:
         "over": options.over,
         "curvature": options.curvature,
         "damping": searcher.damping,
-        "index": searcher.index.kind if searcher.index else None,
         "samples": len(searcher.store.rows.ids),
         "top": searcher.nearest(rows, options.metric, options.over, options.top_k),
     }

@@ -1,4 +1,4 @@
-"""Search in a merged store by exact similarities to given gradients: of every row, streamed in blocks, or of some."""
+"""Search in a merged store by exact similarities to given gradients; the rows are streamed in blocks."""
 
 from __future__ import annotations
 
@@ -56,7 +56,6 @@ def nearest(
     metric: str,
     count: int,
     solve: Solve = identity,
-    among: NDArray[np.int64] | None = None,
 ) -> list[Found]:
     """Find the rows with the highest scores.
 
@@ -69,14 +68,13 @@ def nearest(
         metric: ``cosine`` or ``dot``.
         count: Number of rows to find.
         solve: As for the `target`.
-        among: Positions of the rows to score, ascending; None for all.
 
     Raises:
         BadInput: If a row found is not what was collected for its id.
     """
-    if among is None and solve is identity:
-        among = possible(RowFile(searched.rows.names.rows), against, metric, count)
-    rows = RowFile(searched.rows.names.rows) if among is None else searched.rows.take(among)
+    stored = RowFile(searched.rows.names.rows)
+    among = possible(stored, against, metric, count) if solve is identity else None
+    rows = stored if among is None else searched.rows.take(among)
     scores = scored(rows, against, metric, solve)
     best = order_of(scores)[:count]
     positions = (best if among is None else among[best]).tolist()

@@ -12,7 +12,6 @@ import torch
 from numpy.typing import NDArray
 
 from gradwire.attribution.query.curvature import Solve, solver
-from gradwire.attribution.query.index import Index
 from gradwire.attribution.query.search import groups_of, nearest, open_store, target
 from gradwire.attribution.store.provenance import Provenance
 from gradwire.attribution.store.row_file import RowFile
@@ -55,24 +54,15 @@ class Searcher:
             ``corpus`` gives whole documents instead of samples.
         device: ``auto``, ``cpu`` or ``cuda``.
         damping: Of the store's `curvature`; None to search without it.
-        indexed: Whether to score only the rows that the store's `Index` proposes.
 
     Raises:
-        BadInput: If the store, its index or its samples are invalid, or an index is to search under a curvature.
+        BadInput: If the store or its samples are invalid.
     """
 
     def __init__(
-        self,
-        path: Path,
-        places: Mapping[str, Path | None],
-        device: str = "auto",
-        damping: float | None = None,
-        indexed: bool = False,
+        self, path: Path, places: Mapping[str, Path | None], device: str = "auto", damping: float | None = None
     ) -> None:
-        if indexed and damping is not None:
-            raise BadInput("--index is given with --curvature: an index knows plain products; leave out one of them.")
         self.store = open_store(path)
-        self.index = Index(self.store) if indexed else None
         known = {name: getattr(self.store.manifest, name) for name in Provenance.model_fields}
         given = {name: str(place) for name, place in places.items() if place is not None}
         exact = {"dims": [self.store.manifest.dim], "store": "float32"}  # not rounded
@@ -177,11 +167,10 @@ class Searcher:
         """Find the samples nearest to the rows [m, D] of a query, with their texts where these are known.
 
         Raises:
-            BadInput: If a row found, or a text, is not what was collected, or the index is for another metric.
+            BadInput: If a row found, or a text, is not what was collected.
         """
         against = target(rows, metric, groups_of(over, len(rows)), self._solve)
-        among = self.index.near(against, metric, count) if self.index else None
-        hits = nearest(self.store, against, metric, count, self._solve, among)
+        hits = nearest(self.store, against, metric, count, self._solve)
         samples = [self.origin.sample_id(hit.sample_id) for hit in hits]
         documents = documents_of(samples, self.corpus) if self.corpus else {}
 
