@@ -27,14 +27,12 @@ DETERMINISTIC = ("int8", "fp8", "onebit", "signsgd")
 FUSED = (*DETERMINISTIC, "natural", "terngrad", "qsgd", "topk", "threshold")
 TARGETS = {name: 1.3 if name in DETERMINISTIC else 1.6 for name in FUSED} | {"topk": 4.0, "threshold": 4.0}
 OF_OPTIONS = {("rounding", "stochastic"): 1.6, ("means", "column"): 2.0}  # targets in place of those
-BIT_BY_BIT = 2**20  # most elements for Elias codes, which are written on the host
 UNUSED = (
     "sketch",
     "gradiveq",
     "bins",
     "dcttopk",
     "hadamard",
-    "entropy",
 )  # slow plain forms that nobody runs at such sizes
 
 
@@ -49,8 +47,7 @@ def timed_cases(numel: int) -> dict[str, Case]:
     listed = [*cases(FUSED), *torch_cases(), *cases(CHAINS), *cases(rest)]
     if SMALL:
         listed = [*cases(FUSED[:2]), torch_cases()[0]]
-    fits = (case for case in listed if numel <= BIT_BY_BIT or case.options.get("coding") != "elias")
-    return {title(case.name, case.options): case for case in fits}
+    return {title(case.name, case.options): case for case in listed}
 
 
 def timed(_: None, name: str, numel: int) -> Row:
@@ -101,8 +98,6 @@ def tensors_of_tiny(_: None, name: str, options: dict[str, Any]) -> Row:
 def targets(part: Part) -> None:
     """Hold the largest size against the targets."""
     for case in (case for name in TARGETS for case in cases([name])):
-        if case.options == {"coding": "elias"}:
-            continue
         limit = next((OF_OPTIONS[item] for item in case.options.items() if item in OF_OPTIONS), TARGETS[case.name])
         row = part.row(f"{max(SIZES):,} {title(case.name, case.options)}") or {}
         for which in ("encode", "decode"):

@@ -27,7 +27,6 @@ HOMES = {
     "Bins": "gradwire.comm.compressors.methods.bins",
     "ChunkTopK": "gradwire.comm.compressors.methods.chunktopk",
     "DCTTopK": "gradwire.comm.compressors.methods.dcttopk",
-    "Entropy": "gradwire.comm.compressors.methods.entropy",
     "FP16": "gradwire.comm.compressors.methods.fp16",
     "FP8": "gradwire.comm.compressors.methods.fp8",
     "GradiVeQ": "gradwire.comm.compressors.methods.gradiveq",

@@ -4,7 +4,6 @@ from gradwire.comm.compressors.methods.bf16 import BF16 as BF16
 from gradwire.comm.compressors.methods.bins import Bins as Bins
 from gradwire.comm.compressors.methods.chunktopk import ChunkTopK as ChunkTopK
 from gradwire.comm.compressors.methods.dcttopk import DCTTopK as DCTTopK
-from gradwire.comm.compressors.methods.entropy import Entropy as Entropy
 from gradwire.comm.compressors.methods.fp8 import FP8 as FP8
 from gradwire.comm.compressors.methods.fp16 import FP16 as FP16
 from gradwire.comm.compressors.methods.gradiveq import GradiVeQ as GradiVeQ

@@ -28,7 +28,6 @@ METHODS = [*((name, {}) for name in available()), ("int8", STOCHASTIC)]
 FALL_BACK = {"powersgd", "gradiveq", "sketch"}  # send as float32 what they would not make shorter
 CLOSE = {
     "none": 1e-6,
-    "entropy": 1e-6,
     "fp16": 2e-3,
     "bf16": 2e-2,
     "int8": 0.06,
@@ -126,7 +125,7 @@ def check_fallbacks(result, layout, rank, name):
     An all-reduce encodes the own row once more.
     """
     dense = {  # some values, which are not 0
-        piece: name not in ("none", "hadamard", "entropy")  # a rotated element is itself; the others send it by choice
+        piece: name not in ("none", "hadamard")  # a rotated element is itself; the others send it by choice
         and bytes(encoded(name, values := torch.arange(1.0, 1 + piece.numel), piece.form).numpy())
         == bytes(values.view(torch.uint8).numpy())
         for piece in layout.pieces
@@ -570,9 +569,9 @@ def test_the_signature_shows_every_option():
         ({"method": "topk", "density": 0.5}, {"density": {3: 0.1}}, {2: ("topk", 0.5), 3: ("topk", 0.1)}),
         (build("topk", density=0.5), {"density": {3: 0.1}}, {2: ("topk", 0.5), 900: ("topk", 0.1)}),
         (
-            build("topk+int8+entropy", density=0.5, num_bits=4),
+            build("topk+int8", density=0.5, num_bits=4),
             {"density": {1: 0.2}, "int8.num_bits": {2: 8}},
-            {n: ("topk+int8+entropy", *values) for n, values in enumerate([(0.5, 4), (0.2, 4), (0.2, 8)])},
+            {n: ("topk+int8", *values) for n, values in enumerate([(0.5, 4), (0.2, 4), (0.2, 8)])},
         ),
     ],
 )

@@ -33,11 +33,10 @@ VARIANTS: dict[str, list[dict]] = {
         {"density": 1.0},
         {"indices": "int32"},
         {"indices": "bitmap", "density": 0.05},
-        {"indices": "varint", "density": 0.05},
         {"indices": "rice", "density": 0.05},
     ],
     "threshold": [
-        {"threshold": 0.01, "indices": "varint"},
+        {"threshold": 0.01, "indices": "bitmap"},
         {"scale": "max", "threshold": 0.3},
         {"scale": "absolute", "threshold": 1.0},
     ],
@@ -50,12 +49,10 @@ VARIANTS: dict[str, list[dict]] = {
     "sketch": [{"rows": 1, "width": 0.3}, {"rows": 3, "density": 0.2, "candidates": 9}],
     "natural": [{"bits": 9}, {"block": 7}],
     "qsgd": [
-        {"levels": 1, "coding": "elias"},
         {"levels": 7, "norm": "max", "block": 64},
         {"levels": 1, "norm": "max"},
         {"levels": 1, "block": 7},
         {"levels": 20},
-        {"coding": "elias", "norm": "max"},
     ],
     "terngrad": [{"packing": "base3"}, {"clip": 2.5}, {"block": 7, "packing": "base3", "clip": 1.0}],
 }
@@ -73,14 +70,7 @@ CHAINS = [
     for first, second in product([*of_kind(Sparsifier), *of_kind(Rotation)], of_kind(Quantizer))
 ]
 CHAINS += [("hadamard+int8", {"num_bits": 4, "block": 32}), ("hadamard+int8", {"rounding": "stochastic"})]
-CODED = [
-    ("bf16+entropy", {}),
-    ("int8+entropy", {"num_bits": 4, "block": 64}),
-    ("topk+int8+entropy", {"indices": "varint", "density": 0.3}),
-    ("threshold+entropy", {"threshold": 0.5}),
-    ("qsgd+entropy", {"coding": "elias"}),
-]
-BUILDS = [*METHODS, *CHAINS, *CODED]
+BUILDS = [*METHODS, *CHAINS]
 
 
 def generator(seed: int = 0, device: str = "cpu") -> torch.Generator:

@@ -180,7 +180,7 @@ def test_options_go_by_member_or_bare():
         ],
         ("topk", {"density": math.nan}, "topk option 'density' is nan: Input should be a finite number"),
         ("topk", {"density": "1%"}, "topk option 'density' is '1%': Input should be a valid number"),
-        ("topk", {"indices": "golomb"}, "Input should be 'auto', 'int32', 'bitmap', 'varint' or 'rice'"),
+        ("topk", {"indices": "golomb"}, "Input should be 'auto', 'int32', 'bitmap' or 'rice'"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_runs(name, options, message):

@@ -22,13 +22,12 @@ def qsgd_norms(x: torch.Tensor, block: int, norm: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("levels", "norm", "block", "coding"),
-    [(127, "l2", 100, "dense"), (127, "max", 60, "dense"), (1, "l2", 50, "elias"), (1, "max", 7, "dense"),
-     (7, "l2", 64, "dense"), (5, "max", 300, "elias"), (300, "l2", 64, "dense")],
+    ("levels", "norm", "block"),
+    [(127, "l2", 100), (127, "max", 60), (1, "l2", 50), (1, "max", 7), (7, "l2", 64), (5, "max", 300), (300, "l2", 64)],
 )  # fmt: skip
-def test_every_element_goes_up_with_its_exact_probability(levels, norm, block, coding):
+def test_every_element_goes_up_with_its_exact_probability(levels, norm, block):
     x, count = normal(300, seed=3), 2000 if levels < 128 else 400  # more than a byte has no fused form
-    drawn = draws(build("qsgd", levels=levels, norm=norm, block=block, coding=coding), x, count)
+    drawn = draws(build("qsgd", levels=levels, norm=norm, block=block), x, count)
     step = qsgd_norms(x, block, norm) / levels
     level = x.double().abs() / step
     part = level - level.floor()
@@ -68,35 +67,6 @@ def test_wires_by_hand():
     )
     assert wire[:8].view(torch.float32).tolist() == [4.0, 1.0]
     assert wire[8:].tolist() == [0xC3, 0x20, 0x04]
-    wire = build("qsgd", levels=5, block=3, coding="elias").encode(x, generator=generator())
-    # distance 1, plus, 3; distance 1, minus, 4; distance 2, minus, 5; distance 2: the end
-    bits = "00110" + "01101000" + "1001101010" + "100"
-    assert wire[8:].tolist() == [int(bits[at : at + 8][::-1], 2) for at in range(0, len(bits), 8)]
-
-
-def test_both_codings_carry_the_same_numbers():
-    x = normal((7, 300))
-    for levels in (1, 20, 127, 2000):
-        dense, coded = (build("qsgd", levels=levels, coding=coding) for coding in ("dense", "elias"))
-        wires = [c.encode(x, generator=generator(3)) for c in (dense, coded)]
-        assert torch.equal(dense.decode(wires[0], x.shape), coded.decode(wires[1], x.shape))
-
-
-@pytest.mark.parametrize("block", [64, 1024])
-def test_elias_coding_keeps_the_papers_bound(block):
-    """Theorem 3.2's bits of a bucket: at both ends of s without its vanishing term, elsewhere with all of it.
-
-    A code of k >= 2 takes at most 1 + 2.5 log2(k) bits (k = 4 and 16); asymptotically 2.5 becomes 1.
-    """
-    root = math.isqrt(block)
-    for levels in (1, 2, root // 2, root):
-        size = levels**2 + math.sqrt(block)
-        grows = 1.5 * math.log2(2 * (levels**2 + block) / size) * size
-        bound = 3 * size + 32 + (1.0 if levels in (1, root) else 2.5) * grows
-        compressor = build("qsgd", levels=levels, block=block, coding="elias")
-        for x in (normal(block, seed=2), normal(block, seed=3).sign(), normal(block, seed=4) ** 5):
-            g = generator(7)
-            assert sum(8 * compressor.encode(x, generator=g).numel() for _ in range(30)) / 30 <= bound
 
 
 @settings(max_examples=50, deadline=None)
@@ -106,13 +76,12 @@ def test_elias_coding_keeps_the_papers_bound(block):
     levels=st.integers(1, 200),
     exponent=st.integers(-44, 37),
     norm=st.sampled_from(["l2", "max"]),
-    coding=st.sampled_from(["dense", "elias"]),
     seed=st.integers(0, 2**31),
 )
-def test_any_element_errs_by_less_than_a_level(size, block, levels, exponent, norm, coding, seed):
+def test_any_element_errs_by_less_than_a_level(size, block, levels, exponent, norm, seed):
     x = (torch.rand(size, generator=generator(seed), dtype=torch.float64) * 2 - 1) * 10.0**exponent
     x = x.to(torch.float32)
-    compressor = build("qsgd", block=block, levels=levels, norm=norm, coding=coding)
+    compressor = build("qsgd", block=block, levels=levels, norm=norm)
     wire = compressor.encode(x, generator=generator(seed))
     assert torch.equal(wire, compressor.to_wire(x, generator(seed)))
     decoded = compressor.decode(wire, size).double()
@@ -131,13 +100,12 @@ def test_a_norm_beyond_float32_is_refused():
 
 def test_a_zero_bucket_is_zero_among_others():
     x = torch.cat([torch.zeros(4), torch.ones(4), torch.zeros(2)])
-    for coding in ("dense", "elias"):
-        compressor = build("qsgd", block=4, coding=coding)
-        decoded = compressor.decode(compressor.encode(x, generator=generator()), 10)
-        assert not decoded[:4].any() and not decoded[8:].any() and decoded[4:8].all()
+    compressor = build("qsgd", block=4)
+    decoded = compressor.decode(compressor.encode(x, generator=generator()), 10)
+    assert not decoded[:4].any() and not decoded[8:].any() and decoded[4:8].all()
 
 
-@pytest.mark.parametrize("options", [{"levels": 0}, {"levels": 2**15}, {"norm": "l1"}, {"coding": "huffman"}], ids=str)
+@pytest.mark.parametrize("options", [{"levels": 0}, {"levels": 2**15}, {"norm": "l1"}], ids=str)
 def test_bad_options_are_named(options):
     with pytest.raises(BadInput, match=next(iter(options))):
         build("qsgd", **options)

@@ -107,7 +107,7 @@ def test_segments_follow_each_other_and_say_where_they_end():
     ]
     assert (segments.nbytes, segments.numel, len(segments), segments.fixed) == (57, 50, 3, True)
     assert segments.rows == [(10, 20, 5, 32, 1), (30, 12, 37, 20, 4), (50, 0, 57, 0, 1)]
-    of_data = Segments.of(build("topk", indices="varint"), [(0, (9,)), (9, (5,))])
+    of_data = Segments.of(build("threshold"), [(0, (9,)), (9, (5,))])
     assert (of_data.nbytes, of_data.fixed) == (None, False)
     placed = of_data.placed([6, 8])
     assert (placed.nbytes, placed.fixed, [segment.at for segment in placed]) == (14, False, [0, 6])

@@ -120,9 +120,8 @@ def test_wire_is_places_then_values():
     assert bitmap.index_bytes(bitmap.encode(x), 10) == 3
 
 
-def test_its_size_is_known_but_with_varint():
+def test_its_size_is_known():
     for name in ("auto", "int32", "bitmap", "rice"):
         compressor = build("topk", indices=name)
         assert compressor.wire_bytes(10_007) == compressor.encode(normal(10_007)).numel()
-    assert build("topk", indices="varint").wire_bytes(10_007) is None
     assert build("topk").wire_bytes(2**22) == 4 * 41_943 + 44_894  # 8.56 bits for a place

@@ -111,7 +111,6 @@ OPTIONS = {  # where the defaults would send next to nothing of such small tenso
 METHODS = [
     *((name, OPTIONS.get(name, {})) for name in available()),
     ("int8", STOCHASTIC),
-    ("qsgd", {"coding": "elias"}),
     ("topk+int8", {"density": 0.05}),
     ("hadamard+int8", {"num_bits": 4, "block": 32}),
     ("randomk+qsgd", {"density": 0.2}),

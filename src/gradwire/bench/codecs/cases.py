@@ -26,7 +26,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "fp8": [{"format": "e5m2"}],
     "onebit": [{"means": "column"}],
     "signsgd": [{"scale": "none"}],
-    "qsgd": [{"norm": "max"}, {"coding": "elias"}],
+    "qsgd": [{"norm": "max"}],
     "terngrad": [{"packing": "base3"}],
 }
 """Options that are timed besides the defaults."""

@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
@@ -40,20 +40,6 @@ Shape = int | tuple[int, ...]
 Count = Annotated[int, Field(**COUNT.limits)]  # a type of options
 Onto = Literal["sum", "zero", "blank"]
 Block = Annotated[int, Field(ge=1, le=2**24)]  # likewise, of elements: the plain forms fill up the last block
-
-
-class Section(NamedTuple):
-    """A run of bytes in an encoding that are numbers of one kind.
-
-    Attributes:
-        nbytes: How many bytes.
-        width: Bytes of a number.
-        indices: Whether they encode the places of the sent values.
-    """
-
-    nbytes: int
-    width: int = 1
-    indices: bool = False
 
 
 def numel(shape: Shape) -> int:
@@ -95,8 +81,6 @@ class Compressor(BaseModel, ABC):
     """When to take it, in a sentence."""
     overflow: ClassVar[float] = math.inf
     """The smallest magnitude that the wire can no longer carry as a finite number."""
-    number_bytes: ClassVar[int] = 1
-    """Bytes of the numbers that an encoding consists of, where it does not override `sections`."""
     linear: ClassVar[bool] = False
     """Whether `rounds` gives what one worker with the mean would get: then ``algorithm: auto`` prefers them."""
 
@@ -313,10 +297,6 @@ class Compressor(BaseModel, ABC):
         """Whether extremes, which are NaN where any value is, fail the comparison."""
         return torch.logical_and(low > -self.overflow, high < self.overflow).logical_not_()
 
-    def after(self, first: Compressor) -> Compressor:
-        """A chain with this as the stage behind ``first``, for a method that can be one."""
-        raise NotImplementedError(f"{self.name} does not follow a chain")
-
     def compresses(self, shape: Shape) -> bool:
         """Whether the method encodes a tensor of that shape; if not, it is sent as float32, which is not larger."""
         return True
@@ -328,10 +308,6 @@ class Compressor(BaseModel, ABC):
     def index_bytes(self, wire: Tensor, shape: Shape) -> int:
         """Bytes of ``wire`` that encode the places of the sent values; 0 for a method that sends every place."""
         return 0
-
-    def sections(self, wire: Tensor, shape: Shape) -> list[Section]:
-        """The runs of bytes of one kind in ``wire``, from its start to its end, for a lossless code."""
-        return [Section(wire.numel(), self.number_bytes)]
 
     def sent_elements(self, shape: Shape, wire: Tensor | None = None) -> int | None:
         """How many elements of a tensor of ``shape`` are sent; None for a method that does not choose among them.
@@ -403,15 +379,6 @@ class BlockQuantizer(Quantizer):
     def blocks(self, shape: Shape) -> int:
         """Number of blocks, the last one perhaps shorter."""
         return -(-numel(shape) // self.block)
-
-    def scale_bytes(self, shape: Shape) -> int:
-        """Bytes of the float32 numbers at the start of an encoding that blocks share."""
-        return 4 * self.blocks(shape)
-
-    def sections(self, wire: Tensor, shape: Shape) -> list[Section]:
-        """The blocks' numbers, and the codes."""
-        scales = self.scale_bytes(shape)
-        return [Section(scales, 4), Section(wire.numel() - scales)]
 
     def in_blocks(self, values: Tensor) -> Tensor:
         """A vector as the rows of a matrix, one row per block, zeros at the end."""

@@ -4,15 +4,13 @@ The first byte names the code, its body follows:
 
 - ``int32`` (0): each index in 32 bits.
 - ``bitmap`` (1): one bit per element, set where it is sent, the first element in the lowest bit.
-- ``varint`` (2): the gaps (first index; then index - previous - 1) in LEB128: 7 bits to a byte, the lowest first, the
-  top bit set where more follow. The only one whose size depends on the data.
-- ``rice`` (3): Golomb-Rice with remainders and quotients in separate planes, over the indices themselves: the low
+- ``rice`` (2): Golomb-Rice with remainders and quotients in separate planes, over the indices themselves: the low
   ``l`` bits of each, packed; then the rest in unary: of ``k + ((n - 1) >> l)`` bits, those at ``i + (index[i] >> l)``
   are set. That is the Elias-Fano code (Elias, "Efficient Storage and Retrieval by Content and Address of Static
   Files", JACM 1974). n and k give its size and the best l; it takes about half a bit per index more than the entropy
   of a random subset, and can be written and read without going through the indices one by one.
 
-``auto`` is the smallest of those whose size n and k give.
+``auto`` is the smallest of them.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from gradwire.base.errors import BadInput
 from gradwire.comm.compressors.base import as_numbers
 from gradwire.comm.compressors.packing import pack, packed_bytes, unpack
 
-CodeName = Literal["auto", "int32", "bitmap", "varint", "rice"]
+CodeName = Literal["auto", "int32", "bitmap", "rice"]
 HEADER = 1  # the byte that names the code
 
 
@@ -36,13 +34,13 @@ class Code(NamedTuple):
     """One code's body.
 
     Attributes:
-        size: Its bytes by n and k; None where they depend on the indices.
+        size: Its bytes by n and k.
         encode: Indices and n to bytes.
         decode: Bytes (`size` of them, or more), n and k to indices that may still be out of order, and the
             bytes used.
     """
 
-    size: Callable[[int, int], int | None]
+    size: Callable[[int, int], int]
     encode: Callable[[Tensor, int], Tensor]
     decode: Callable[[Tensor, int, int], tuple[Tensor, int]]
 
@@ -61,15 +59,14 @@ def choose(n: int, k: int, code: CodeName) -> str:
 
 @lru_cache(1024)
 def smallest(n: int, k: int) -> str:
-    """The code with the fewest bytes among those whose size n and k give; of equals, the one simplest to read."""
+    """The code with the fewest bytes; of equals, the one simplest to read."""
     known = ("int32", "bitmap", "rice") if n <= 2**31 else ("bitmap", "rice")
-    return min(known, key=lambda code: CODES[code].size(n, k) or 0)
+    return min(known, key=lambda code: CODES[code].size(n, k))
 
 
-def coded_bytes(n: int, k: int, code: CodeName = "auto") -> int | None:
-    """Bytes of an encoding of k indices below n; None where they depend on the indices."""
-    body = CODES[choose(n, k, code)].size(n, k)
-    return None if body is None else HEADER + body
+def coded_bytes(n: int, k: int, code: CodeName = "auto") -> int:
+    """Bytes of an encoding of k indices below n."""
+    return HEADER + CODES[choose(n, k, code)].size(n, k)
 
 
 def encode(indices: Tensor, n: int, code: CodeName = "auto") -> Tensor:
@@ -109,7 +106,7 @@ def decode(wire: Tensor, n: int, k: int, code: CodeName = "auto") -> tuple[Tenso
 
     Raises:
         ValueError: If these bytes do not encode k ascending, distinct indices below n. On CUDA nothing synchronises to
-            see that (but for ``varint``): what is corrupt decodes to some indices below n.
+            see that: what is corrupt decodes to some indices below n.
     """
     chosen, body = without_header(wire, n, k, code)
     indices, used = CODES[chosen].decode(body, n, k)
@@ -119,8 +116,7 @@ def decode(wire: Tensor, n: int, k: int, code: CodeName = "auto") -> tuple[Tenso
 def without_header(wire: Tensor, n: int, k: int, code: CodeName) -> tuple[str, Tensor]:
     """The code and what follows the header, if they are those of k indices below n."""
     chosen = choose(n, k, code)
-    least = CODES[chosen].size(n, k)
-    if not 0 <= k <= n or wire.numel() < HEADER + (k if least is None else least):
+    if not 0 <= k <= n or wire.numel() < HEADER + CODES[chosen].size(n, k):
         raise ValueError(f"invalid payload: {wire.numel()} bytes cannot encode {k} indices below {n} as {chosen}")
     if not wire.is_cuda and wire[0] != list(CODES).index(chosen):
         raise ValueError(f"invalid payload: the indices are in code {int(wire[0])}, expected {chosen}")
@@ -163,36 +159,6 @@ def _decode_bitmap(body: Tensor, n: int, k: int) -> tuple[Tensor, int]:
     return set_bits(body[:used], n, k), used
 
 
-def _longest(n: int) -> int:
-    """Bytes of the largest gap below n."""
-    return max(1, -(-(n - 1).bit_length() // 7))
-
-
-def _encode_varint(indices: Tensor, n: int) -> Tensor:
-    gaps = torch.diff(indices, prepend=indices.new_full((1,), -1)) - 1
-    digits = gaps.unsqueeze(1) >> torch.arange(0, 7 * _longest(n), 7, device=gaps.device)
-    needed = digits > 0
-    needed[:, 0] = True
-    more = torch.nn.functional.pad(needed[:, 1:], (0, 1)).to(torch.int64)
-    return ((digits & 0x7F) | more << 7)[needed].to(torch.uint8)
-
-
-def _decode_varint(body: Tensor, n: int, k: int) -> tuple[Tensor, int]:
-    ends = (body[: k * _longest(n)] < 0x80).nonzero().view(-1)[:k]
-    if ends.numel() < k:
-        raise ValueError(f"invalid payload: {ends.numel()} of {k} indices")
-    used = int(ends[-1]) + 1 if k else 0
-    lengths = torch.diff(ends, prepend=ends.new_full((1,), -1))
-    if (lengths > _longest(n)).any():
-        raise ValueError(f"invalid payload: a gap takes more bytes than any below {n}")
-    owner = torch.repeat_interleave(lengths)
-    shift = 7 * (torch.arange(used, device=body.device) - (ends - lengths + 1)[owner])
-    gaps = torch.zeros_like(ends).index_add_(0, owner, (body[:used].to(torch.int64) & 0x7F) << shift)
-    if ((gaps < 0) | (gaps >= n)).any():
-        raise ValueError(f"invalid payload: a gap is not below {n}")
-    return (gaps + 1).cumsum(0) - 1, used
-
-
 @lru_cache(1024)
 def low_bits(n: int, k: int) -> int:
     """How many low bits of each index ``rice`` packs: the number with the fewest bits in all."""
@@ -227,7 +193,6 @@ def _decode_rice(body: Tensor, n: int, k: int) -> tuple[Tensor, int]:
 CODES = {
     "int32": Code(lambda n, k: 4 * k, lambda indices, n: indices.to(torch.int32).view(torch.uint8), _decode_int32),
     "bitmap": Code(lambda n, k: packed_bytes(n, 1), bits_at, _decode_bitmap),
-    "varint": Code(lambda n, k: None, _encode_varint, _decode_varint),
     "rice": Code(lambda n, k: sum(rice_planes(n, k)[1:]), _encode_rice, _decode_rice),
 }
 """The codes by name, in the order of their numbers on the wire."""

@@ -68,8 +68,7 @@ def listing(names: Sequence[str] = ()) -> str:
     text = "\n".join(described(registry.method_class(name)) for name in chosen(names))
     if not names:
         aliases = ", ".join(f"{alias} = {name}" for alias, name in registry.ALIASES.items())
-        text += f"\nAliases: {aliases}. A chain is SPARSIFIER+QUANTIZER or ROTATION+QUANTIZER, such as topk+int8; "
-        text += "entropy may end any."
+        text += f"\nAliases: {aliases}. A chain is SPARSIFIER+QUANTIZER or ROTATION+QUANTIZER, such as topk+int8."
     return text
 
 

@@ -1,4 +1,4 @@
-"""Compressors by name: the files of ``methods/``, the entry points ``gradwire.comm.compressors``, and chains of two.
+"""Compressors by name: the files of ``methods/``, the entry points ``gradwire.compressors``, and chains of two.
 
 Names are known without importing torch; a method's module is imported when the method is asked for.
 """
@@ -6,9 +6,9 @@ Names are known without importing torch; a method's module is imported when the 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
@@ -21,10 +21,8 @@ if TYPE_CHECKING:
 
     from gradwire.comm.compressors.base import Compressor
 
-T = TypeVar("T")
 COMPRESSORS = Plugins("compressor", "gradwire.comm.compressors.methods", "gradwire.compressors")
 ALIASES = {"nc": "natural", "thresholdv": "threshold", "1bit": "onebit"}
-LAST = "entropy"  # ends any chain
 HERE = Path(__file__).parent
 
 
@@ -34,7 +32,7 @@ def available() -> list[str]:
 
 
 def members(name: str) -> list[str]:
-    """The methods that a name represents, aliases resolved: one, or the two of a chain, and perhaps `LAST`.
+    """The methods that a name represents, aliases resolved: one, or the two of a chain.
 
     Raises:
         BadInput: If one of them does not exist, or there are too many.
@@ -42,18 +40,9 @@ def members(name: str) -> list[str]:
     names = [ALIASES.get(word, word) for word in name.split("+")]
     for member in names:
         COMPRESSORS.check(member)
-    if len(stages(names)) > 2:
-        raise BadInput(
-            f"compressor {name!r}: a chain has two members, a sparsifier or a rotation, then a quantizer, and {LAST} "
-            "behind them."
-        )
+    if len(names) > 2:
+        raise BadInput(f"compressor {name!r}: a chain has two members, a sparsifier or a rotation, then a quantizer.")
     return names
-
-
-def stages(members: Sequence[T]) -> Sequence[T]:
-    """The members of a chain without the `LAST` behind others; of names, classes or compressors."""
-    last = members[-1]
-    return members[:-1] if len(members) > 1 and LAST in (last, getattr(last, "name", None)) else members
 
 
 def method_class(name: str) -> type[Compressor]:
@@ -77,16 +66,15 @@ def classes(name: str) -> list[type[Compressor]]:
     from gradwire.comm.compressors.rotation import Rotation
     from gradwire.comm.compressors.sparse import Sparsifier
 
-    found = [method_class(member) for member in members(name)]
-    pair = stages(found)
+    pair = [method_class(member) for member in members(name)]
     if len(pair) == 2 and not (issubclass(pair[0], Sparsifier | Rotation) and issubclass(pair[1], Quantizer)):
         bases = {"a sparsifier": Sparsifier, "a rotation": Rotation, "a quantizer": Quantizer}
         kinds = [next((text for text, base in bases.items() if issubclass(kind, base)), "neither") for kind in pair]
         raise BadInput(
-            f"compressor {name!r}: a chain is sparsifier+quantizer or rotation+quantizer; {found[0].name} is "
-            f"{kinds[0]}, {found[1].name} is {kinds[1]}."
+            f"compressor {name!r}: a chain is sparsifier+quantizer or rotation+quantizer; {pair[0].name} is "
+            f"{kinds[0]}, {pair[1].name} is {kinds[1]}."
         )
-    return found
+    return pair
 
 
 def options(name: str) -> dict[str, FieldInfo]:
@@ -130,14 +118,10 @@ def build(name: str, **given: Any) -> Compressor:
     from gradwire.comm.compressors.rotation import Rotated, Rotation
     from gradwire.comm.compressors.sparse import Chain
 
-    first, *second = stages(made)
+    first, *second = made
     if second and isinstance(first, Rotation):
-        coded: Compressor = Rotated(rotation=first, quantizer=second[0])  # type: ignore[arg-type]
-    elif second:
-        coded = Chain(sparsifier=first, quantizer=second[0])  # type: ignore[arg-type]
-    else:
-        coded = first
-    return coded if len(made) == len(stages(made)) else made[-1].after(coded)
+        return Rotated(rotation=first, quantizer=second[0])  # type: ignore[arg-type]
+    return Chain(sparsifier=first, quantizer=second[0]) if second else first  # type: ignore[arg-type]
 
 
 def as_compressor(given: Compressor | str | Mapping[str, Any]) -> Compressor:

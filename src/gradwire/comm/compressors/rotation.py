@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gradwire.comm.compressors import kernels
-from gradwire.comm.compressors.base import Compressor, Onto, Quantizer, Section, Shape, as_numbers, numel
+from gradwire.comm.compressors.base import Compressor, Onto, Quantizer, Shape, as_numbers, numel
 from gradwire.comm.compressors.segments import Segments
 
 
@@ -89,10 +89,6 @@ class Rotated(Compressor):
     def wire_bytes(self, shape: Shape) -> int | None:
         """The quantizer's."""
         return self.quantizer.wire_bytes(numel(shape))
-
-    def sections(self, wire: Tensor, shape: Shape) -> list[Section]:
-        """The quantizer's."""
-        return self.quantizer.sections(wire, numel(shape))
 
     def to_wire(self, x: Tensor, generator: torch.Generator | None) -> Tensor:
         """Rotate and quantize."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gradwire.comm.compressors import indices, kernels
-from gradwire.comm.compressors.base import Compressor, Quantizer, Section, Shape, numel
+from gradwire.comm.compressors.base import Compressor, Quantizer, Shape, numel
 from gradwire.comm.compressors.methods.none import Uncompressed
 from gradwire.comm.compressors.packing import pack, packed_bytes, unpack
 
@@ -77,12 +77,6 @@ class Sparse(Compressor):
         """The head's bytes."""
         size = self.sparsifier.head_bytes(shape)
         return self.sparsifier.places(wire, shape)[1] if size is None else size
-
-    def sections(self, wire: Tensor, shape: Shape) -> list[Section]:
-        """The head, and the sections of the values' encoding."""
-        head, kept = self.index_bytes(wire, shape), self.sent_elements(shape, wire)
-        assert kept is not None
-        return [Section(head, 1, True), *self.quantizer.sections(wire[head:], kept)]
 
     def sent_elements(self, shape: Shape, wire: Tensor | None = None) -> int | None:
         """As many as are kept."""

@@ -22,7 +22,6 @@ class BF16(Quantizer):
     """Sends bfloat16."""
 
     name = "bf16"
-    number_bytes = 2
     use = "The first thing to try: half the bytes at no visible cost, and native collectives can sum it."
     overflow = 2.0**128 - 2.0**119  # half-way between the largest finite value and the next power of two
 

@@ -26,7 +26,6 @@ class FP16(Quantizer):
     """Sends float16."""
 
     name = "fp16"
-    number_bytes = 2
     use = "Half the bytes where gradients stay below 65,504; three more bits of precision than bf16."
     overflow = 65520.0  # half-way between the largest finite value and the next power of two
 

@@ -56,10 +56,6 @@ class Natural(BlockQuantizer):
         """A byte per element, and a byte per block or a bit per element."""
         return numel(shape) + (self.blocks(shape) if self.bits == 8 else packed_bytes(numel(shape), 1))
 
-    def scale_bytes(self, shape: Shape) -> int:
-        """None is a float32."""
-        return 0
-
     def to_wire(self, x: Tensor, generator: torch.Generator | None) -> Tensor:
         """Round with random bits that carry over; with 8 bits, after scaling a block's lowest power to 2^-126."""
         values = x.view(-1)

@@ -16,7 +16,6 @@ class Uncompressed(Quantizer):
     """Sends float32 unchanged."""
 
     name = "none"
-    number_bytes = 4
     use = "The baseline, and with `algorithm: exchange` the control that shows what the exchange itself costs."
 
     @property

@@ -45,10 +45,6 @@ class OneBit(BlockQuantizer):
         """A bit per element and eight bytes per group."""
         return 8 * self.groups(shape) + packed_bytes(numel(shape), 1)
 
-    def scale_bytes(self, shape: Shape) -> int:
-        """Eight per group."""
-        return 8 * self.groups(shape)
-
     def per_group(self, values: Tensor, shape: Shape) -> Tensor:
         """Sums of a value per element over each group: float64 [groups]."""
         if self.means == "column":

@@ -35,7 +35,6 @@ class PowerSGD(Compressor):
     """
 
     name = "powersgd"
-    number_bytes = 4
     use = "Large matrices on slow links, with error feedback; all ranks sum its factors natively."
     linear = True
 

@@ -5,13 +5,11 @@ Alistarh, Grubic, Li, Tomioka, Vojnovic, "QSGD: Communication-Efficient SGD via 
 norm`` rounded down or up, up with the probability of its fractional part.
 
 Wire, for n elements in row-major order and b = ceil(n / block) buckets: b norms as float32, then the n numbers ``sgn(x)
-* l``. ``dense``: as two's complement of ceil(log2(2s + 1)) bits, packed (`gradwire.comm.compressors.packing`).
-``elias``: in the paper's code, one stream for the whole tensor (`gradwire.comm.compressors.elias`); its size depends on
-the data.
+* l`` as two's complement of ceil(log2(2s + 1)) bits, packed (`gradwire.comm.compressors.packing`).
 
 The 2-norm is summed in float64 and rounded once. It is the paper's definition and leaves most numbers 0 when s is below
-the square root of the bucket's size, where Elias coding pays off. The maximum norm uses all s levels: with the dense
-code it is more accurate at the same size (the paper's own experiments use it).
+the square root of the bucket's size. The maximum norm uses all s levels: at the same size it is more accurate (the
+paper's own experiments use it). The paper's Elias code is left out.
 """
 
 from __future__ import annotations
@@ -23,7 +21,6 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from gradwire.comm.compressors import elias
 from gradwire.comm.compressors.base import SMALLEST_SCALE, Block, BlockQuantizer, Shape, as_numbers, numel, quotient
 from gradwire.comm.compressors.packing import pack, packed_bytes, unpack
 from gradwire.comm.compressors.philox import draw_seed, uniforms
@@ -45,9 +42,6 @@ class QSGD(BlockQuantizer):
         default="l2", description="norm of a bucket: its 2-norm or its largest magnitude"
     )
     block: Block = Field(default=512, description="consecutive elements of a bucket, which share one norm")
-    coding: Literal["dense", "elias"] = Field(
-        default="dense", description="dense: equal numbers of bits; elias: fewer bits for small numbers"
-    )
 
     @property
     def unbiased(self) -> bool:
@@ -61,13 +55,11 @@ class QSGD(BlockQuantizer):
 
     @property
     def num_bits(self) -> int:
-        """Bits of a dense code."""
+        """Bits of a number."""
         return (2 * self.levels).bit_length()
 
-    def wire_bytes(self, shape: Shape) -> int | None:
-        """Four bytes per bucket and `num_bits` per element; None with Elias coding."""
-        if self.coding == "elias":
-            return None
+    def wire_bytes(self, shape: Shape) -> int:
+        """Four bytes per bucket and `num_bits` per element."""
         return 4 * self.blocks(shape) + packed_bytes(numel(shape), self.num_bits)
 
     def norms(self, x: Tensor) -> Tensor:
@@ -92,8 +84,6 @@ class QSGD(BlockQuantizer):
         low = levels.floor()  # the larger magnitude for negative values, whose probability is lower accordingly
         up = uniforms(draw_seed(generator, x.device, self.name), x.numel()) < levels - low
         numbers = (low + up).clamp_(-self.levels, self.levels).to(torch.int16)
-        if self.coding == "elias":
-            return torch.cat([norms.view(torch.uint8), elias.encode(numbers)])
         fields = numbers.to(torch.int32) & (2**self.num_bits - 1)
         return torch.cat([norms.view(torch.uint8), pack(fields, self.num_bits)])
 
@@ -105,9 +95,6 @@ class QSGD(BlockQuantizer):
                 f"invalid payload: {wire.numel()} bytes cannot encode {self.blocks(shape)} norms of {self.name}"
             )
         norms, rest = as_numbers(wire[:head], torch.float32), wire[head:]
-        if self.coding == "elias":
-            numbers = elias.decode(rest, numel(shape), self.levels)
-        else:
-            sign = 2 ** (self.num_bits - 1)
-            numbers = (unpack(rest, self.num_bits, numel(shape)).to(torch.int32) ^ sign) - sign
+        sign = 2 ** (self.num_bits - 1)
+        numbers = (unpack(rest, self.num_bits, numel(shape)).to(torch.int32) ^ sign) - sign
         return self.multiplied(numbers, self.steps(norms))

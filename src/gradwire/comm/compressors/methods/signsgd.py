@@ -52,10 +52,6 @@ class SignSGD(BlockQuantizer):
         """The head and a bit per element."""
         return self.head_bytes(shape) + packed_bytes(numel(shape), 1)
 
-    def scale_bytes(self, shape: Shape) -> int:
-        """The head."""
-        return self.head_bytes(shape)
-
     def to_wire(self, x: Tensor, generator: torch.Generator | None) -> Tensor:
         """The scales, or whether x is not finite; and the signs."""
         values = x.view(-1)

@@ -28,16 +28,14 @@ class TopK(Sparsifier):
     use = "Slow links and SGD with error feedback, after some dense steps; a chain such as topk+int8 packs the values."
 
     density: float = Field(default=0.01, gt=0, le=1, description="part of the elements that is sent")
-    indices: CodeName = Field(
-        default="auto", description="how the places are written; auto: the shortest code of known size"
-    )
+    indices: CodeName = Field(default="auto", description="how the places are written; auto: the shortest code")
 
     def kept(self, shape: Shape) -> int:
         """k."""
         return share(self.density, numel(shape))
 
-    def head_bytes(self, shape: Shape) -> int | None:
-        """Bytes of the places' code; None for ``varint``."""
+    def head_bytes(self, shape: Shape) -> int:
+        """Bytes of the places' code."""
         return indices.coded_bytes(numel(shape), self.kept(shape), self.indices)
 
     def pick(self, x: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""`gradwire.comm.compressors.indices` on a CPU core, but for ``varint``."""
+"""`gradwire.comm.compressors.indices` on a CPU core."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from gradwire.comm.compressors.indices import (
 from gradwire.comm.compressors.kernels.cpu import compiled
 
 WIDEST = 32  # low bits that the loops' 64-bit buffers have room for
-INT32, VARINT, RICE = (list(CODES).index(code) for code in ("int32", "varint", "rice"))
+INT32, RICE = (list(CODES).index(code) for code in ("int32", "rice"))
 
 
 def encode(places: Tensor, n: int, code: CodeName) -> Tensor:
     """The same bytes as `indices.encode`."""
     chosen, low, lower, size = fixed(n, places.numel(), code)
-    if chosen == VARINT or low > WIDEST:
+    if low > WIDEST:
         return indices.encode(places, n, code)
     wire = torch.empty(size, dtype=torch.uint8)
     write(places.numpy(), chosen, low, lower, wire.numpy())
@@ -35,7 +35,7 @@ def decode(wire: Tensor, n: int, k: int, code: CodeName) -> tuple[Tensor, int]:
     """The same indices as `indices.decode`, or its errors."""
     chosen, low, lower, size = fixed(n, k, code)
     without_header(wire, n, k, code)
-    if chosen == VARINT or low > WIDEST:
+    if low > WIDEST:
         return indices.decode(wire, n, k, code)
     places = torch.empty(k, dtype=torch.int64)
     if not read(wire[:size].numpy(), chosen, low, lower, n, places.numpy()):
@@ -95,12 +95,12 @@ def fixed(n: int, k: int, code: CodeName) -> tuple[int, int, int, int]:
     """The arguments of `write` and `read` for k indices below n: the code, `rice_planes`' first two, and all bytes."""
     chosen = choose(n, k, code)
     low, lower, _ = rice_planes(n, k)
-    return list(CODES).index(chosen), low, lower, HEADER + (CODES[chosen].size(n, k) or 0)
+    return list(CODES).index(chosen), low, lower, HEADER + CODES[chosen].size(n, k)
 
 
 @compiled
 def write(places: np.ndarray, code: int, low: int, lower: int, wire: np.ndarray) -> None:
-    """Fill ``wire`` (uint8) with header and body; every code but ``varint``."""
+    """Fill ``wire`` (uint8) with header and body."""
     wire[0] = code
     body = wire[HEADER:]
     if code == INT32:

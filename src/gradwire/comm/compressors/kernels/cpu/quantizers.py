@@ -463,7 +463,7 @@ KERNELS = {
     "qsgd": kernel(
         "qsgd",
         lambda method: (method.block, method.num_bits, True, np.float32(method.levels), method.norm == "l2"),
-        lambda method: method.coding == "dense" and method.num_bits in (8, 4, 2),
+        lambda method: method.num_bits in (8, 4, 2),
         measure=measure_qsgd,
         quantize=quantize_qsgd,
         dequantize=dequantize_qsgd,

@@ -405,9 +405,8 @@ KERNELS = {
     "int8": kernel(
         whole_blocks, encode, decode, scales, encoding_int8, decoding_int8, lambda m: m.rounding == "stochastic"
     ),
-    # Elias coding happens on the host.
     "qsgd": kernel(
-        lambda m: fills_tiles(m.block) and m.coding == "dense" and m.num_bits in (8, 4, 2),
+        lambda m: fills_tiles(m.block) and m.num_bits in (8, 4, 2),
         encode,
         decode,
         scales,

@@ -548,13 +548,13 @@ def threshold_places(method: Threshold, wire: Tensor, shape: Shape) -> tuple[Ten
 selecting = Selecting()
 KERNELS = {
     "topk": Kernel(
-        lambda method: method.indices != "varint",
+        lambda method: True,
         encode_many=selecting.encode_many,
         decode_add=selecting.decode_add,
         pick=selecting.pick,
     ),
     "threshold": Kernel(
-        lambda method: method.indices != "varint",
+        lambda method: True,
         pick=pick_threshold,
         places=threshold_places,
     ),
