@@ -1,6 +1,6 @@
 """Compile CUDA kernels for two architectures, without a GPU: ``python ahead_of_time.py METHOD|projections ...``.
 
-Each method (``onebit:means=column``: with an option) encodes and decodes a tensor while Triton's launches are recorded
+Each method encodes and decodes a tensor while Triton's launches are recorded
 instead of run; what was recorded is compiled ahead of time. Prints a line for each kernel: registers of a thread, and
 bytes that it spills to memory.
 """
@@ -72,17 +72,11 @@ def launches(work: Callable[[], Any]) -> list[tuple[JITFunction, Any, tuple[Any,
 
 def coded(name: str) -> None:
     """Encode and decode a matrix."""
-    method, *options = name.split(":")
-    compressor = build(method, **dict(option.split("=") for option in options))
-    kernel = kernels.load("cuda", method)
+    compressor, kernel = build(name), kernels.load("cuda", name)
     x, generator = torch.randn(100, 100), torch.Generator().manual_seed(0)
     wire = compressor.to_wire(x, generator)
-    if kernel.encode_many:
-        kernel.encode(compressor, x, generator)
-        kernel.decode(compressor, wire, (100, 100))
-    else:
-        kernel.pick(compressor, x, generator)
-        kernel.places(compressor, wire, (100, 100))
+    kernel.encode(compressor, x, generator)
+    kernel.decode(compressor, wire, (100, 100))
 
 
 def projected() -> None:

@@ -14,7 +14,7 @@ from samples import METHODS
 from gradwire.comm.compressors import kernels
 
 pytest.importorskip("triton")
-EXTRA = {"onebit:means=column", "projections"}
+EXTRA = {"projections"}
 
 
 @pytest.mark.full

@@ -26,7 +26,7 @@ from gradwire.comm.compressors.base import Compressor
 
 SHAPES: list[Any] = [0, 1, 2, 31, 255, 256, 257, 4095, 4097, 5003, 65_537, 1_000_003, (1, 1), (7, 11), (1000, 1001)]
 SMALL_SHAPES: list[Any] = [0, 1, 257, 5003, (64, 129)]
-FUSED = ("int8", "fp8", "onebit", "signsgd", "natural", "terngrad", "qsgd", "topk", "threshold")
+FUSED = ("int8", "onebit", "signsgd", "qsgd")
 
 
 def title(name: str, options: dict[str, Any]) -> str:
@@ -133,7 +133,7 @@ def compare(part: Part) -> None:
     builds = [(name, options) for name, options in builds if not (SMALL and options)]
     n = 100_003 if SMALL else 2**28 + 5
     jobs: dict[str, tuple[Any, ...]] = {f"bytes, {title(*build_)}": (check, *build_) for build_ in builds}
-    largest = [*((name, {}) for name in FUSED), ("onebit", {"means": "column"})][: 1 if SMALL else None]
+    largest: list[tuple[str, dict[str, str]]] = [(name, {}) for name in FUSED][: 1 if SMALL else None]
     jobs |= {f"bytes, {title(*build_)}, {n:,} elements": (large, *build_, n) for build_ in largest}
     jobs = {name: job for name, job in jobs.items() if part.row(name) is None}
     for name, result in each(jobs, 2 if DEVICE == "cpu" else 8, 90, lambda: part.left):

@@ -23,10 +23,10 @@ from gradwire.lm.models import causal
 
 SIZES = (2**12, 2**14) if SMALL else (2**20, 2**24, 2**28)
 REPEATS = {2**20: 25, 2**24: 15, 2**28: 7}
-DETERMINISTIC = ("int8", "fp8", "onebit", "signsgd")
-FUSED = (*DETERMINISTIC, "natural", "terngrad", "qsgd", "topk", "threshold")
-TARGETS = {name: 1.3 if name in DETERMINISTIC else 1.6 for name in FUSED} | {"topk": 4.0, "threshold": 4.0}
-OF_OPTIONS = {("rounding", "stochastic"): 1.6, ("means", "column"): 2.0}  # targets in place of those
+DETERMINISTIC = ("int8", "onebit", "signsgd")
+FUSED = (*DETERMINISTIC, "qsgd")
+TARGETS = {name: 1.3 if name in DETERMINISTIC else 1.6 for name in FUSED}
+OF_OPTIONS = {("rounding", "stochastic"): 1.6}  # targets in place of those
 UNUSED = (
     "sketch",
     "gradiveq",

@@ -26,7 +26,7 @@ VARIANTS: dict[str, list[dict]] = {
         {"rounding": "stochastic"},
         {"rounding": "stochastic", "num_bits": 4, "block": 64},
     ],
-    "onebit": [{"block": 7}, {"block": 2048}, {"means": "column"}],
+    "onebit": [{"block": 7}, {"block": 2048}],
     "signsgd": [{"block": 7}, {"block": 2048}, {"scale": "none"}],
     "topk": [
         {"density": 0.3},
@@ -54,7 +54,7 @@ VARIANTS: dict[str, list[dict]] = {
         {"levels": 1, "block": 7},
         {"levels": 20},
     ],
-    "terngrad": [{"packing": "base3"}, {"clip": 2.5}, {"block": 7, "packing": "base3", "clip": 1.0}],
+    "terngrad": [{"clip": 2.5}, {"block": 7, "clip": 1.0}],
 }
 """Options besides the defaults with which the conformance suite builds a method; new methods add theirs."""
 

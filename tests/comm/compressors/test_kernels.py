@@ -18,28 +18,7 @@ pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-CASES = [
-    pytest.param(name, options, marks=pytest.mark.sweep if name in ("topk", "threshold") and options else ())
-    for name, options in METHODS
-    if kernels.load("cuda", name) is not kernels.PLAIN
-]
-AT_ONCE = [case for case in CASES if kernels.load("cuda", case.values[0]).encode_many]
-
-
-def encoded(module, compressor, x):
-    """Wire and flag by a fused form, which encodes a tensor or picks of it."""
-    if module.encode_many:
-        return module.encode(compressor, x, generator(3, DEVICE))
-    head, values, bad = module.pick(compressor, x, generator(3, DEVICE))
-    return torch.cat([head, values.view(torch.uint8)]), bad
-
-
-def decoded(module, compressor, wire, form):
-    """Numbers by a fused form, which decodes a tensor or reads its places."""
-    if module.decode_add:
-        return module.decode(compressor, wire, form)
-    places, head = module.places(compressor, wire, form)
-    return compressor.place(wire[head:].clone().view(torch.float32), places, form)
+CASES = [(name, options) for name, options in METHODS if kernels.load("cuda", name) is not kernels.PLAIN]
 
 
 @pytest.mark.parametrize(("name", "options"), CASES, ids=str)
@@ -51,9 +30,9 @@ def test_the_cuda_form_has_the_plain_forms_bytes(name, options, shape):
         pytest.skip("these options have no CUDA form")
     x = normal(shape).to(DEVICE)
     form = (shape,) if isinstance(shape, int) else shape
-    wire, bad = encoded(module, compressor, x)
+    wire, bad = module.encode(compressor, x, generator(3, DEVICE))
     assert torch.equal(wire, compressor.to_wire(x, generator(3, DEVICE)))
-    assert torch.equal(decoded(module, compressor, wire, form), compressor.from_wire(wire, form))
+    assert torch.equal(module.decode(compressor, wire, form), compressor.from_wire(wire, form))
     assert not bad.any()
 
 
@@ -64,7 +43,7 @@ FORMS = [(257,), (7, 11), (0,), (1,), (5003,), (64, 65)]
 @pytest.mark.parametrize(
     "apart", [pytest.param(True, id="scattered"), pytest.param(False, id="aligned", marks=pytest.mark.sweep)]
 )
-@pytest.mark.parametrize(("name", "options"), AT_ONCE, ids=str)
+@pytest.mark.parametrize(("name", "options"), CASES, ids=str)
 def test_a_launch_for_many_tensors_has_the_bits_of_one_for_each(name, options, apart):
     """Scattered encodings lie at odd bytes, where a GPU cannot read or write a number at once."""
     compressor = build(name, **options)
@@ -116,46 +95,7 @@ def test_the_cuda_form_flags_what_is_not_finite(name, options, value):
         pytest.skip("these options have no CUDA form")
     x = normal(5003).to(DEVICE)
     x[4097] = value
-    assert encoded(module, compressor, x)[-1].any()
-
-
-def misleading(n: int) -> torch.Tensor:
-    """Numbers that are large at 300 places of topk's sample, and nowhere else."""
-    x, i = normal(n), torch.arange(300)
-    sampled = i * n // 4096 + (i * 40503 & 65535) % (n // 4096)
-    x[sampled] = 50 + normal(300, 2)
-    return x
-
-
-@pytest.mark.parametrize(
-    "x",
-    [
-        pytest.param(normal(5003).sign(), id="equal"),
-        pytest.param(torch.where(normal(5003, 4) > 2.5, normal(5003), 0.0), id="mostly zeros"),
-        pytest.param(misleading(3 * 4096 + 5), id="misleading", marks=pytest.mark.sweep),
-        pytest.param(normal(9001) * 2.0**-140, id="subnormal", marks=pytest.mark.sweep),
-    ],
-)
-def test_the_cuda_form_of_topk_has_the_plain_forms_bytes_where_magnitudes_tie_or_its_sample_misleads(x, monkeypatch):
-    form = pytest.importorskip("gradwire.comm.compressors.kernels.cuda.sparse")
-    monkeypatch.setattr(form, "CHUNK", 4096)  # fewer turns of the interpreter
-    compressor, x = build("topk", density=0.04), x.to(DEVICE)
-    head, values, bad = form.KERNELS["topk"].pick(compressor, x, None)  # what a chain begins with
-    assert torch.equal(torch.cat([head, values.view(torch.uint8)]), compressor.to_wire(x, None))
-    assert not bad.any()
-
-
-def test_the_cuda_form_of_columns_has_the_plain_forms_bytes_where_strips_and_their_sums_take_several_turns(monkeypatch):
-    form = pytest.importorskip("gradwire.comm.compressors.kernels.cuda.columns")
-    for constant, value in {"DEPTH": 16, "STRIPS": 2, "SUMS": 64}.items():
-        monkeypatch.setattr(form, constant, value)
-    compressor = build("onebit", means="column")
-    module = kernels.load("cuda", "onebit")
-    for shape in ((5011,), (3000, 2)):
-        x = normal(shape).to(DEVICE)
-        wire, _ = encoded(module, compressor, x)
-        assert torch.equal(wire, compressor.to_wire(x, None))
-        assert torch.equal(decoded(module, compressor, wire, shape), compressor.from_wire(wire, shape))
+    assert module.encode(compressor, x, generator(3, DEVICE))[-1].any()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

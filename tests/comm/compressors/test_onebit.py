@@ -1,4 +1,4 @@
-"""onebit is the orthogonal projection onto what a bit per element and two means per group can say."""
+"""onebit is the orthogonal projection onto what a bit per element and two means per block can say."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gradwire.comm.compressors import build
 
 
 def oracle(x: np.ndarray) -> np.ndarray:
-    """One group in float64, element by element, from the definition."""
+    """One block in float64, element by element, from the definition."""
     negative = [value for value in x if value < 0]
     rest = [value for value in x if not value < 0]
     low = math.fsum(negative) / len(negative) if negative else 0.0
@@ -25,18 +25,14 @@ def oracle(x: np.ndarray) -> np.ndarray:
 
 
 def expected(x: torch.Tensor, options: dict) -> torch.Tensor:
-    """Every group's `oracle`, rounded once to float32."""
+    """Every block's `oracle`, rounded once to float32."""
     values = x.double().numpy()
-    if options.get("means") == "column":
-        columns = values.reshape(len(values), -1)
-        done = np.stack([oracle(column) for column in columns.T], axis=1).reshape(values.shape)
-    else:
-        flat, block = values.ravel(), options.get("block", 256)
-        done = np.concatenate([oracle(flat[at : at + block]) for at in range(0, flat.size, block)])
+    flat, block = values.ravel(), options.get("block", 256)
+    done = np.concatenate([oracle(flat[start : start + block]) for start in range(0, flat.size, block)])
     return torch.from_numpy(done.reshape(values.shape)).float()
 
 
-OPTIONS = [{}, {"block": 7}, {"block": 2048}, {"means": "column"}]
+OPTIONS = [{}, {"block": 7}, {"block": 2048}]
 
 
 def coded(x: torch.Tensor, options: dict) -> torch.Tensor:
@@ -75,9 +71,7 @@ def test_it_projects_orthogonally_and_keeps_the_sum(options, shape):
     assert (x - c).square().sum() < 0.5 * x.square().sum()
 
 
-def test_constant_columns_are_exact_and_blocks_of_one_too():
-    x = torch.tensor([[3.0, -0.1, 0.0, 1e-40]]).expand(9, 4)
-    assert torch.equal(coded(x, {"means": "column"}), x)
+def test_blocks_of_one_are_exact():
     x = normal(37)
     assert torch.equal(coded(x, {"block": 1}), x)
 
@@ -96,16 +90,10 @@ def test_wire_is_pairs_of_means_then_bits():
     wire = build("onebit", block=8).encode(x)
     assert wire[:16].view(torch.float32).tolist() == [2.0, -4.0, 9.0, -1.0]
     assert wire[16:].tolist() == [0b10001010, 0b01]
-    matrix = x.view(5, 2)
-    wire = build("onebit", means="column").encode(matrix)
-    assert wire[:16].view(torch.float32).tolist() == [2.5, -1.0, 4.5, -4.0]
-    assert wire[16:].tolist() == [0b10001010, 0b01]
 
 
-def test_the_bytes_are_a_bit_per_element_and_eight_bytes_per_group():
+def test_the_bytes_are_a_bit_per_element_and_eight_bytes_per_block():
     assert build("onebit").wire_bytes(1 << 20) == (1 << 17) + 8 * 4096
-    assert build("onebit", means="column").wire_bytes((1000, 30)) == 3750 + 8 * 30
-    assert build("onebit", means="column").wire_bytes(1000) == 125 + 8
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -117,7 +105,6 @@ def test_odd_under_negation_without_zeros(options):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"means": "row"}, "means.*row.*block.*column"),
         ({"block": 0}, "block.*0.*greater"),
         ({"bloc": 8}, "bloc.*block"),
     ],

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from samples import generator
 
 from gradwire.comm.compressors.kernels.cpu import TILE, pack_tile, unpack_tile
-from gradwire.comm.compressors.packing import pack, pack_trits, packed_bytes, trit_bytes, unpack, unpack_trits
+from gradwire.comm.compressors.packing import pack, packed_bytes, unpack
 
 WIDTHS = range(1, 17)
 BYTE_PARTS = [1, 2, 4, 8]
@@ -53,22 +53,6 @@ def test_the_largest_codes_do_not_spill_over(bits):
 def test_codes_may_be_of_any_integer_type(dtype, bits):
     codes = codes_of(1 if dtype == torch.bool else bits, 45).to(dtype)
     assert bytes(pack(codes, bits).tolist()) == stream(codes.long(), bits)
-
-
-@pytest.mark.parametrize("count", [0, 1, 4, 5, 6, 9, 10, 11, 1003])
-def test_trits_go_five_to_a_byte_and_come_back(count):
-    trits = torch.randint(3, (count,), generator=generator(count), dtype=torch.uint8)
-    packed = pack_trits(trits)
-    rows = [trits[i : i + 5].tolist() for i in range(0, count, 5)]
-    assert packed.tolist() == [sum(digit * 3**place for place, digit in enumerate(row)) for row in rows]
-    assert packed.dtype == torch.uint8 and packed.numel() == trit_bytes(count)
-    assert torch.equal(unpack_trits(packed, count), trits)
-
-
-def test_all_243_bytes_of_trits():
-    trits = torch.cartesian_prod(*[torch.arange(3)] * 5).flip(1)
-    assert pack_trits(trits.reshape(-1)).tolist() == list(range(243))
-    assert torch.equal(unpack_trits(torch.arange(243, dtype=torch.uint8), 1215), trits.reshape(-1).to(torch.uint8))
 
 
 @pytest.mark.parametrize("bits", BYTE_PARTS)

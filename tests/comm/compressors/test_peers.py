@@ -20,9 +20,7 @@ from gradwire.comm.compressors.rounds import Ask, Context
         ("signsgd", {}, 1),
         ("signsgd", {"scale": "none"}, 1),
         ("onebit", {}, 1),
-        ("onebit", {"means": "column"}, 1),
         ("terngrad", {}, 2),
-        ("terngrad", {"packing": "base3"}, 8 / 5),
     ],
     ids=str,
 )
@@ -31,7 +29,7 @@ def test_a_sign_travels_as_one_bit_and_a_ternary_as_two(name, options, bits):
     n, doubled = 1 << 16, 1 << 17
     wires = [build(name, **options).encode(normal(size), generator=generator()) for size in (n, doubled)]
     means_per_block = {"onebit": 2}.get(name, 1)
-    scales = 0 if options.get("scale") == "none" or options.get("means") == "column" else 4 * means_per_block / 256
+    scales = 0 if options.get("scale") == "none" else 4 * means_per_block / 256
     assert wires[1].numel() - wires[0].numel() == pytest.approx(n * (bits / 8 + scales), abs=1)
 
 

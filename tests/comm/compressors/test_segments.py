@@ -106,7 +106,7 @@ def test_segments_follow_each_other_and_say_where_they_end():
         Segment(50, (0,), 57, 0),
     ]
     assert (segments.nbytes, segments.numel, len(segments), segments.fixed) == (57, 50, 3, True)
-    assert segments.rows == [(10, 20, 5, 32, 1), (30, 12, 37, 20, 4), (50, 0, 57, 0, 1)]
+    assert segments.rows == [(10, 20, 5, 32), (30, 12, 37, 20), (50, 0, 57, 0)]
     of_data = Segments.of(build("threshold"), [(0, (9,)), (9, (5,))])
     assert (of_data.nbytes, of_data.fixed) == (None, False)
     placed = of_data.placed([6, 8])

@@ -24,10 +24,8 @@ from gradwire.comm.compressors.sparse import Chain
 VARIANTS: dict[str, list[dict[str, Any]]] = {
     "int8": [{"rounding": "stochastic"}, {"num_bits": 4}],
     "fp8": [{"format": "e5m2"}],
-    "onebit": [{"means": "column"}],
     "signsgd": [{"scale": "none"}],
     "qsgd": [{"norm": "max"}],
-    "terngrad": [{"packing": "base3"}],
 }
 """Options that are timed besides the defaults."""
 

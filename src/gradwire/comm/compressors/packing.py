@@ -1,7 +1,6 @@
 """Small codes packed into bytes, the first code in the lowest bits.
 
-Codes of ``bits`` bits are a little-endian stream of bits, of any width. Trits (base 3) go five to a byte, the first one
-the least significant digit: 1.6 bits each.
+Codes of ``bits`` bits are a little-endian stream of bits, of any width.
 """
 
 from __future__ import annotations
@@ -9,8 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-
-TRITS = 5  # in a byte: 3^5 = 243
 
 
 def packed_bytes(count: int, bits: int) -> int:
@@ -44,26 +41,3 @@ def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
     stream = unpack(packed, 1, count * bits).view(count, bits).to(torch.int64)
     codes = (stream << torch.arange(bits, device=packed.device)).sum(dim=1)
     return codes.to(torch.uint8) if bits < 8 else codes
-
-
-def trit_bytes(count: int) -> int:
-    """Bytes that ``count`` trits take."""
-    return -(-count // TRITS)
-
-
-def pack_trits(trits: Tensor) -> Tensor:
-    """Pack digits 0, 1, 2: integers [n] to uint8 [trit_bytes(n)]."""
-    rows = pad(trits.to(torch.uint8), (0, -trits.numel() % TRITS)).view(-1, TRITS)
-    packed = rows[:, -1].clone()
-    for lane in reversed(range(TRITS - 1)):
-        packed = packed * 3 + rows[:, lane]
-    return packed
-
-
-def unpack_trits(packed: Tensor, count: int) -> Tensor:
-    """The first ``count`` digits: uint8 [count]."""
-    digits = []
-    for _ in range(TRITS):
-        digits.append(packed % 3)
-        packed = packed // 3
-    return torch.stack(digits, dim=1).view(-1)[:count]

@@ -105,16 +105,9 @@ class Segments:
 
     def table(self, device: torch.device) -> Tensor:
         """`rows` on a device, copied there once."""
-        return self.derive(device, lambda: torch.tensor(self.rows, dtype=torch.int64, device=device).view(-1, 5))
+        return self.derive(device, lambda: torch.tensor(self.rows, dtype=torch.int64, device=device).view(-1, 4))
 
     @property
     def rows(self) -> list[tuple[int, ...]]:
-        """The rows of the kernels' table: of each tensor start, elements, first byte, bytes, and columns of its form.
-
-        A vector, and what holds nothing, has one column.
-        """
-        columns = [segment.form[-1] if len(segment.form) > 1 and segment.numel else 1 for segment in self]
-        return [
-            (segment.start, segment.numel, segment.at, segment.size or 0, width)
-            for segment, width in zip(self, columns, strict=True)
-        ]
+        """The rows of the kernels' table: of each tensor start, elements, first byte and bytes."""
+        return [(segment.start, segment.numel, segment.at, segment.size or 0) for segment in self]

@@ -2,8 +2,8 @@
 
 FAMILIES = {
     **dict.fromkeys(("bf16", "fp16"), "casts"),
-    **dict.fromkeys(("int8", "fp8", "qsgd", "terngrad", "natural"), "quantizers"),
+    **dict.fromkeys(("int8", "qsgd"), "quantizers"),
     **dict.fromkeys(("signsgd", "onebit"), "signs"),
-    **dict.fromkeys(("topk", "threshold", "randomk"), "sparse"),
+    **dict.fromkeys(("topk", "randomk"), "sparse"),
 }
 """The module of a method's fused forms, where it is not the method's name."""

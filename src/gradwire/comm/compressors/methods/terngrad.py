@@ -6,22 +6,18 @@ scale per layer; here a block of consecutive elements has one, which is closer t
 as the largest tensor is the paper's). Its gradient clipping, to c sigma, lowers the scale and with it the variance, and
 biases larger elements. Sigma is the block's root mean square: about zero, so that equal elements are not clipped away.
 
-Wire, for n elements in row-major order and b = ceil(n / block) blocks: b scales as float32, then n ternary digits, by
-default as two's complement of 2 bits, packed, which is fast; or five to a byte, ``base3``, each 1 more than its value,
-1.6 bits instead of 2 (`gradwire.comm.compressors.packing`). In 2 bits, the code of -2 is invalid and never sent; nor
-in base 3 a byte above 242, which decodes as its remainder modulo 243.
+Wire, for n elements in row-major order and b = ceil(n / block) blocks: b scales as float32, then n ternary digits
+as two's complement of 2 bits, packed (`gradwire.comm.compressors.packing`). The code of -2 is invalid and never sent.
 """
 
 from __future__ import annotations
-
-from typing import Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
 from gradwire.comm.compressors.base import SMALLEST_SCALE, Block, BlockQuantizer, Shape, as_numbers, numel
-from gradwire.comm.compressors.packing import pack, pack_trits, packed_bytes, trit_bytes, unpack, unpack_trits
+from gradwire.comm.compressors.packing import pack, packed_bytes, unpack
 from gradwire.comm.compressors.philox import draw_seed, uniforms
 
 
@@ -35,9 +31,6 @@ class TernGrad(BlockQuantizer):
     use = "Unbiased at about two bits per element, where its large variance averages out over many ranks."
 
     block: Block = Field(default=256, description="consecutive elements that share one scale")
-    packing: Literal["2bit", "base3"] = Field(
-        default="2bit", description="2 bits per element, or five elements per byte"
-    )
     clip: float | None = Field(default=None, gt=0, description="largest scale, in root mean squares")
 
     @property
@@ -45,13 +38,9 @@ class TernGrad(BlockQuantizer):
         """True without clipping."""
         return self.clip is None
 
-    def digit_bytes(self, shape: Shape) -> int:
-        """Bytes of the packed digits."""
-        return packed_bytes(numel(shape), 2) if self.packing == "2bit" else trit_bytes(numel(shape))
-
     def wire_bytes(self, shape: Shape) -> int:
-        """Four bytes per block; 2 bits per element, or a byte per five."""
-        return 4 * self.blocks(shape) + self.digit_bytes(shape)
+        """Four bytes per block and 2 bits per element."""
+        return 4 * self.blocks(shape) + packed_bytes(numel(shape), 2)
 
     def scales(self, x: Tensor) -> Tensor:
         """Each block's scale: float32 [b]; sums are float64, rounded once."""
@@ -70,14 +59,10 @@ class TernGrad(BlockQuantizer):
         levels = self.divided(x, scales)
         drawn = uniforms(draw_seed(generator, x.device, self.name), x.numel()) < levels.abs()
         digits = (drawn * levels.sign()).to(torch.int8)
-        packed = pack(digits.view(torch.uint8) & 3, 2) if self.packing == "2bit" else pack_trits(digits + 1)
-        return torch.cat([scales.view(torch.uint8), packed])
+        return torch.cat([scales.view(torch.uint8), pack(digits.view(torch.uint8) & 3, 2)])
 
     def from_wire(self, wire: Tensor, shape: tuple[int, ...]) -> Tensor:
         """Multiply each digit by its block's scale."""
-        scales, packed = wire.split([4 * self.blocks(shape), self.digit_bytes(shape)])
-        if self.packing == "2bit":
-            digits = (unpack(packed, 2, numel(shape)) ^ 2).to(torch.float32) - 2
-        else:
-            digits = unpack_trits(packed, numel(shape)).to(torch.float32) - 1
+        scales, packed = wire.split([4 * self.blocks(shape), packed_bytes(numel(shape), 2)])
+        digits = (unpack(packed, 2, numel(shape)) ^ 2).to(torch.float32) - 2
         return self.multiplied(digits, as_numbers(scales, torch.float32))

@@ -20,7 +20,7 @@ from gradwire.comm.compressors.kernels.cpu import compiled
 from gradwire.comm.compressors.philox import draw_seeds
 from gradwire.comm.compressors.segments import Segments
 
-START, NUMEL, AT, SIZE, COLUMNS = range(5)  # of a row of the table; a method's own numbers follow
+START, NUMEL, AT, SIZE = range(4)  # columns of the table; a method's own numbers follow
 CHUNK = 4096  # elements, about
 WHOLE = 2**62  # a chunk that is never full
 BLANK, ZERO, SUM = range(3)
@@ -148,7 +148,7 @@ class Segmented:
         settings: What both take of a method.
         chunk: Elements after which blocks, bytes and tiles all begin; chunks are multiples of that.
         draws: Whether the method takes a seed.
-        row: A segment's own numbers by method and elements, for the columns after `COLUMNS`.
+        row: A segment's own numbers by method and elements, for the columns after `SIZE`.
         decoder: In the place of `decode_all`, compiled.
     """
 

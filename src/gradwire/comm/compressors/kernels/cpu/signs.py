@@ -14,7 +14,7 @@ from gradwire.comm.compressors.kernels.cpu import (
     summing,
     unpack_tile,
 )
-from gradwire.comm.compressors.kernels.cpu.segments import COLUMNS, NUMEL, WHOLE, Segmented, blocks_and
+from gradwire.comm.compressors.kernels.cpu.segments import NUMEL, WHOLE, Segmented, blocks_and
 
 
 @compiled
@@ -118,40 +118,19 @@ def choose(codes: np.ndarray, zero: np.float32, one: np.float32, out: np.ndarray
 @compiled
 def encode_onebit(settings: tuple, row: np.ndarray, first: int, x: np.ndarray, seed: int, wire: np.ndarray) -> bool:
     """Fill means and packed signs."""
-    head, block = layout(settings, row)
-    means, packed = wire[:head].view(np.float32), wire[head:]
-    if row[COLUMNS] > 1 and settings[0]:
-        return encode_columns(x, means, packed)
-    if not x.size:
-        means[:] = 0  # the group of an empty tensor
-    return encode_blocks(first, x, row[NUMEL], block, means, packed)
+    block = settings[0]
+    head = 8 * ((row[NUMEL] + block - 1) // block)
+    return encode_blocks(first, x, row[NUMEL], block, wire[:head].view(np.float32), wire[head:])
 
 
 @compiled
 def decode_onebit(settings: tuple, row: np.ndarray, first: int, wire: np.ndarray, out: np.ndarray) -> bool:
     """Give each element its side's mean."""
-    head, block = layout(settings, row)
+    block = settings[0]
+    head = 8 * ((row[NUMEL] + block - 1) // block)
     means = wire[:head].view(np.float32)
-    if row[COLUMNS] > 1 and settings[0]:
-        decode_columns(means, wire[head:], out)
-    else:
-        decode_blocks(means[first // block * 2 :], wire[head + first // 8 :], block, out)
+    decode_blocks(means[first // block * 2 :], wire[head + first // 8 :], block, out)
     return True
-
-
-@compiled
-def layout(settings: tuple, row: np.ndarray) -> tuple[int, int]:
-    """Bytes of the means, and elements of a block: all of them where there is one column."""
-    by_column, block = settings
-    if by_column:
-        return 8 * row[COLUMNS], max(1, row[NUMEL])
-    return 8 * ((row[NUMEL] + block - 1) // block), block
-
-
-@compiled
-def rows_at_once(width: int) -> int:
-    """How many rows of that width are taken as one: short loops would be slow."""
-    return max(1, TILE // width)
 
 
 @compiled
@@ -193,46 +172,6 @@ def sides(x: np.ndarray) -> tuple[float, float, int]:
 
 
 @compiled
-def encode_columns(x: np.ndarray, means: np.ndarray, packed: np.ndarray) -> bool:
-    """As `encode_blocks`, where ``x`` (float32 [n]) holds the rows of a matrix and every column is a group."""
-    groups = means.size // 2
-    width = groups * rows_at_once(groups)
-    codes = np.empty(TILE, np.uint8)
-    rest, negative, negatives = np.zeros(width), np.zeros(width), np.zeros(width)
-    for start in range(0, x.size, TILE):
-        end = min(start + TILE, x.size)
-        mark_negative(x[start:end], codes)
-        pack_tile(codes, end - start, 1, packed[start // 8 :])
-        position = start
-        while position < end:
-            column = position % width
-            stop = min(position - column + width, end)
-            add_sides(x[position:stop], rest[column:], negative[column:], negatives[column:])
-            position = stop
-    for column in range(groups, width):
-        rest[column % groups] += rest[column]
-        negative[column % groups] += negative[column]
-        negatives[column % groups] += negatives[column]
-    rows, finite = x.size // groups, True
-    for group in range(groups):
-        means[2 * group] = np.float32(rest[group] / max(1.0, rows - negatives[group]))
-        means[2 * group + 1] = np.float32(negative[group] / max(1.0, negatives[group]))
-        finite &= np.isfinite(rest[group] - negative[group])
-    return not finite
-
-
-@compiled
-def add_sides(x: np.ndarray, rest: np.ndarray, negative: np.ndarray, negatives: np.ndarray) -> None:
-    """Add each element to its column's sum on its side (float64)."""
-    for i in range(x.size):
-        below = x[i] < np.float32(0)
-        value = np.float64(x[i])
-        rest[i] += 0.0 if below else value
-        negative[i] += value if below else 0.0
-        negatives[i] += 1.0 if below else 0.0
-
-
-@compiled
 def decode_blocks(means: np.ndarray, packed: np.ndarray, block: int, out: np.ndarray) -> None:
     """Fill ``out`` (float32), whose first element is a block's first."""
     codes = np.empty(TILE, np.uint8)
@@ -247,34 +186,6 @@ def decode_blocks(means: np.ndarray, packed: np.ndarray, block: int, out: np.nda
             position = stop
 
 
-@compiled
-def decode_columns(means: np.ndarray, packed: np.ndarray, out: np.ndarray) -> None:
-    """As `decode_blocks`, with the means of a row, or of several rows taken as one."""
-    codes = np.empty(TILE, np.uint8)
-    groups = means.size // 2
-    width = groups * rows_at_once(groups)
-    rest, negative = np.empty(width, np.float32), np.empty(width, np.float32)
-    for column in range(width):
-        rest[column], negative[column] = means[column % groups * 2], means[column % groups * 2 + 1]
-    for start in range(0, out.size, TILE):
-        end = min(start + TILE, out.size)
-        unpack_tile(packed[start // 8 :], end - start, 1, codes)
-        position = start
-        while position < end:
-            column = position % rest.size
-            stop = min(position - column + rest.size, end)
-            choose_each(codes[position - start :], rest[column:], negative[column:], out[position:stop])
-            position = stop
-
-
-@compiled
-def choose_each(codes: np.ndarray, zero: np.ndarray, one: np.ndarray, out: np.ndarray) -> None:
-    """Each column's ``one`` where the code is not 0, else its ``zero``."""
-    for i in range(out.size):
-        a, b = zero[i], one[i]
-        out[i] = b if codes[i] else a
-
-
 signsgd = Segmented(
     "signsgd",
     encode_signsgd,
@@ -286,8 +197,8 @@ onebit = Segmented(
     "onebit",
     encode_onebit,
     decode_onebit,
-    settings=lambda method: (method.means == "column", method.block),
-    chunk=lambda method: blocks_and(TILE)(method) if method.means == "block" else WHOLE,  # columns go through all
+    settings=lambda method: (method.block,),
+    chunk=blocks_and(TILE),
 )
 KERNELS = {
     "signsgd": Kernel(encode_many=signsgd.encode_many, decode_add=signsgd.decode_add),

@@ -1,12 +1,10 @@
-"""topk, threshold and randomk on a CPU core; magnitudes as in `sparse.magnitudes`.
+"""topk and randomk on a CPU core; magnitudes as in `sparse.magnitudes`.
 
-topk reads x twice: to find the least magnitude that is kept, and to collect what reaches it. threshold reads it for its
-unit, to count, and to collect. randomk makes its permutation a tile at a time.
+topk reads x twice: to find the least magnitude that is kept, and to collect what reaches it. randomk makes its
+permutation a tile at a time.
 """
 
 from __future__ import annotations
-
-import math
 
 import numpy as np
 import torch
@@ -14,12 +12,11 @@ from torch import Tensor
 
 from gradwire.comm.compressors.base import Shape, numel
 from gradwire.comm.compressors.kernels import Kernel
-from gradwire.comm.compressors.kernels.cpu import INFINITY, TILE, compiled, fill_words, indices, largest, summing
+from gradwire.comm.compressors.kernels.cpu import INFINITY, TILE, compiled, fill_words, indices, largest
 from gradwire.comm.compressors.kernels.cpu.indices import read, write
 from gradwire.comm.compressors.kernels.cpu.segments import (
     AT,
     BLANK,
-    COLUMNS,
     NUMEL,
     SIZE,
     START,
@@ -28,7 +25,6 @@ from gradwire.comm.compressors.kernels.cpu.segments import (
     Segmented,
 )
 from gradwire.comm.compressors.methods.randomk import LAST_SHIFT, MIX, ROUNDS, SEED, RandomK, halves
-from gradwire.comm.compressors.methods.threshold import COUNT, Threshold
 from gradwire.comm.compressors.methods.topk import TopK
 from gradwire.comm.compressors.philox import draw_seed
 from gradwire.comm.compressors.sparse import Sparsifier
@@ -61,15 +57,6 @@ def reaching(bits: np.ndarray, least: np.int32, flags: np.ndarray) -> None:
 
 
 @compiled
-def count(bits: np.ndarray, least: np.int32) -> int:
-    """How many magnitudes reach ``least``."""
-    total = 0
-    for i in range(bits.size):
-        total += int(np.int32(bits[i] & MAGNITUDE) >= least)
-    return total
-
-
-@compiled
 def collect(bits: np.ndarray, least: np.int32, places: np.ndarray) -> None:
     """Write where the magnitudes reach ``least`` to ``places`` (int64), which has room for one more than those are."""
     flags = np.zeros(TILE, np.uint8)
@@ -84,13 +71,6 @@ def collect(bits: np.ndarray, least: np.int32, places: np.ndarray) -> None:
                 for i in range(8 * eight, 8 * eight + 8):  # without branches: keep the place, or write over it
                     places[written] = start + i
                     written += flags[i]
-
-
-def collected(bits: np.ndarray, least: int, count: int) -> Tensor:
-    """Where the magnitudes reach ``least``, which ``count`` of them do: int64 [count], ascending."""
-    places = torch.empty(count + 1, dtype=torch.int64)
-    collect(bits, np.int32(least), places.numpy())
-    return places[:count]
 
 
 @compiled
@@ -169,9 +149,7 @@ def largest_places(bits: np.ndarray, k: int) -> tuple[np.ndarray, bool]:
     return places[:k], bool(counts[FINITE:].any())
 
 
-# topk
-
-KEPT, CODE, LOW, LOWER, HEAD = range(COLUMNS + 1, COLUMNS + 6)  # of a row: k, and the results of `indices.fixed`
+KEPT, CODE, LOW, LOWER, HEAD = range(SIZE + 1, SIZE + 6)  # of a row: k, and the results of `indices.fixed`
 
 
 def pick_topk(method: TopK, x: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -237,45 +215,6 @@ def decode_all_topk(
             if not place_values(row, wires[message, row[AT] : row[AT] + row[SIZE]], adding, sums):
                 return s
     return -1
-
-
-# threshold
-
-
-def pick_threshold(method: Threshold, x: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Head, values, and whether x is not finite."""
-    numbers = x.view(-1).numpy()
-    bits = numbers.view(np.int32)
-    unit, finite = measure(method, numbers)
-    least = int(method.least_for(torch.tensor(unit, dtype=torch.float64)))
-    chosen = collected(bits, least, count(bits, np.int32(least)))
-    head = method.head(indices.encode(chosen, x.numel(), method.indices), chosen.numel())
-    return head, x.view(-1)[chosen], torch.tensor([not finite])
-
-
-def measure(method: Threshold, x: np.ndarray) -> tuple[float, bool]:
-    """The unit of the threshold, and whether x is finite."""
-    if method.scale == "rms" and x.size:
-        unit = math.sqrt(energy(x) / x.size)
-        return unit, math.isfinite(unit)
-    most = largest(x.view(np.uint32))
-    return float(np.uint32(most).view(np.float32)) if method.scale == "max" else 1.0, bool(most < INFINITY)
-
-
-@summing
-def energy(x: np.ndarray) -> np.float64:
-    """The sum of squares."""
-    total = np.float64(0)
-    for i in range(x.size):
-        value = np.float64(x[i])
-        total += value * value
-    return total
-
-
-def threshold_places(method: Threshold, wire: Tensor, shape: Shape) -> tuple[Tensor, int]:
-    """Read the number and the code of the places."""
-    found, used = indices.decode(wire[COUNT:], numel(shape), method.count(wire, shape), method.indices)
-    return found, COUNT + used
 
 
 # randomk
@@ -363,6 +302,5 @@ KERNELS = {
     "topk": Kernel(
         encode_many=topk.encode_many, decode_add=topk.decode_add, pick=pick_topk, places=topk_places, place=place
     ),
-    "threshold": Kernel(pick=pick_threshold, places=threshold_places, place=place),
     "randomk": Kernel(pick=pick_randomk, places=randomk_places, place=place),
 }

@@ -9,7 +9,6 @@ divisor of all places in memory, and below 4 numbers travel byte by byte.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,7 +26,7 @@ ROUNDER = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding and subtracting it roun
 INFINITY = tl.constexpr(0x7F800000)
 SIGNLESS = tl.constexpr(0x7FFFFFFF)
 WORD = tl.constexpr(4)  # bytes
-COLUMNS = tl.constexpr(5)  # of the table
+COLUMNS = tl.constexpr(4)  # of the table
 BLANK, ZERO, SUM, LESS = (tl.constexpr(number) for number in range(4))
 ONTO = {"blank": BLANK, "zero": ZERO, "sum": SUM, "less": LESS}
 
@@ -178,51 +177,7 @@ def load_packed(wire, first, count, BITS: tl.constexpr, TILE: tl.constexpr):
     return codes
 
 
-class Form(ABC):
-    """The fused form of one method: what encoding and decoding of many tensors share."""
-
-    def encode_many(
-        self,
-        method: Any,
-        values: Tensor,
-        segments: Segments,
-        wire: Tensor,
-        generators: Sequence[torch.Generator | None],
-        bad: Tensor,
-        residual: Tensor | None,
-    ) -> None:
-        """See `gradwire.comm.compressors.kernels`; error feedback takes two launches and a decoding."""
-        if residual is None:
-            self.encode(method, values, segments, wire, generators, bad)
-            return
-        launch(add, segments, TILE, values, residual)
-        self.encode(method, residual, segments, wire, generators, bad)
-        self.decode(method, wire, segments, residual, "less")
-        launch(drop, segments, TILE, bad, residual)
-
-    def decode_add(self, method: Any, wires: Tensor, segments: Segments, out: Tensor, onto: str) -> None:
-        """See `gradwire.comm.compressors.kernels`; one message after the other."""
-        for message, wire in enumerate(wires):
-            self.decode(method, wire, segments, out, "sum" if message else onto)
-
-    @abstractmethod
-    def encode(
-        self,
-        method: Any,
-        x: Tensor,
-        segments: Segments,
-        wire: Tensor,
-        generators: Sequence[torch.Generator | None],
-        bad: Tensor,
-    ) -> None:
-        """Encode all tensors of ``x``."""
-
-    @abstractmethod
-    def decode(self, method: Any, wire: Tensor, segments: Segments, out: Tensor, onto: str) -> None:
-        """Decode one message; ``onto`` is a key of `ONTO`."""
-
-
-class Segmented(Form):
+class Segmented:
     """The form of a method whose blocks are independent of each other: a launch to encode, and one to decode.
 
     Args:
@@ -248,7 +203,31 @@ class Segmented(Form):
         self._encode, self._decode, self._head, self._draws = encode, decode, head, draws
         self._encoding, self._decoding, self._finish = encoding, decoding, finish
 
-    def encode(
+    def encode_many(
+        self,
+        method: Any,
+        values: Tensor,
+        segments: Segments,
+        wire: Tensor,
+        generators: Sequence[torch.Generator | None],
+        bad: Tensor,
+        residual: Tensor | None,
+    ) -> None:
+        """See `gradwire.comm.compressors.kernels`; error feedback takes two launches and a decoding."""
+        if residual is None:
+            self._encode_all(method, values, segments, wire, generators, bad)
+            return
+        launch(add, segments, TILE, values, residual)
+        self._encode_all(method, residual, segments, wire, generators, bad)
+        self._decode_one(method, wire, segments, residual, "less")
+        launch(drop, segments, TILE, bad, residual)
+
+    def decode_add(self, method: Any, wires: Tensor, segments: Segments, out: Tensor, onto: str) -> None:
+        """See `gradwire.comm.compressors.kernels`; one message after the other."""
+        for message, wire in enumerate(wires):
+            self._decode_one(method, wire, segments, out, "sum" if message else onto)
+
+    def _encode_all(
         self,
         method: Any,
         x: Tensor,
@@ -257,7 +236,7 @@ class Segmented(Form):
         generators: Sequence[torch.Generator | None],
         bad: Tensor,
     ) -> None:
-        """One launch, and what `finish` takes."""
+        """Encode all tensors of ``x`` in one launch, and run `finish`."""
         seeds = draw_seeds(generators, x.device, method.name) if self._draws(method) else bad
         options = self._encoding(method, x)
         align = self._alignment(method, segments, x, wire)
@@ -265,8 +244,8 @@ class Segmented(Form):
         if self._finish is not None:
             self._finish(method, segments, wire, bad, options)
 
-    def decode(self, method: Any, wire: Tensor, segments: Segments, out: Tensor, onto: str) -> None:
-        """One launch."""
+    def _decode_one(self, method: Any, wire: Tensor, segments: Segments, out: Tensor, onto: str) -> None:
+        """Decode one message in one launch; ``onto`` is a key of `ONTO`."""
         options = self._decoding(method)
         align = self._alignment(method, segments, out, wire)
         # without fusion: a product that is added to a sum must be rounded first

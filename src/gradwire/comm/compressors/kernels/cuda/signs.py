@@ -1,7 +1,4 @@
-"""signsgd and onebit on CUDA: one pass, each program a tile of blocks that its warps hold in registers.
-
-onebit by columns has kernels in `columns`.
-"""
+"""signsgd and onebit on CUDA: one pass, each program a tile of blocks that its warps hold in registers."""
 
 from __future__ import annotations
 
@@ -10,11 +7,9 @@ import triton.language as tl
 from torch import Tensor
 
 from gradwire.comm.compressors.kernels import Kernel
-from gradwire.comm.compressors.kernels.cuda.columns import ByColumns
 from gradwire.comm.compressors.kernels.cuda.segments import (
     INFINITY,
     SIGNLESS,
-    Form,
     Segmented,
     fills_tiles,
     load_floats,
@@ -168,12 +163,9 @@ signsgd = Segmented(
     decoding_signsgd,
     finish=finish_signsgd,
 )
-onebit_forms: dict[str, Form] = {
-    "block": Segmented(
-        encode_onebit, decode_onebit, lambda method, n: 8 * method.groups(n), encoding_onebit, decoding_onebit
-    ),
-    "column": ByColumns(),
-}
+onebit = Segmented(
+    encode_onebit, decode_onebit, lambda method, n: 8 * method.blocks(n), encoding_onebit, decoding_onebit
+)
 KERNELS = {
     "signsgd": Kernel(
         lambda method: method.scale == "none" or fills_tiles(method.block),
@@ -181,8 +173,6 @@ KERNELS = {
         decode_add=signsgd.decode_add,
     ),
     "onebit": Kernel(
-        lambda method: method.means == "column" or fills_tiles(method.block),
-        encode_many=lambda method, *rest: onebit_forms[method.means].encode_many(method, *rest),
-        decode_add=lambda method, *rest: onebit_forms[method.means].decode_add(method, *rest),
+        lambda method: fills_tiles(method.block), encode_many=onebit.encode_many, decode_add=onebit.decode_add
     ),
 }
