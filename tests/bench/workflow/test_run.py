@@ -303,7 +303,7 @@ def test_an_experiment_on_gpus_ends_at_once_where_there_are_none(folder, monkeyp
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     Path("experiment.yaml").write_text(yaml.safe_dump({**GOOD, "training": {**GOOD["training"], "device": "cuda"}}))
     done = run("--cores", "2")
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done
     assert done.stderr.startswith("gradwire run: training.device is cuda and there is no GPU here: ")
     assert run("--dry_run").returncode == 0 and not Path("results/data").exists()
 

@@ -73,7 +73,7 @@ def main(options: Options) -> None:
     view, dry_run = View(results), not DRY_RUN.isdisjoint(words)
     with journal(dry_run, results) as log:
         if code := follow([sys.executable, "-m", "gradwire.bench.workflow.events", *words], log, view):
-            fail(results, view, code, log.name)
+            fail(results, view, code, None if dry_run else log.name)
     if not view.total:
         print("nothing to do: every job is done")
     elif dry_run:
@@ -172,7 +172,7 @@ def events(process: subprocess.Popen[str]) -> Iterator[dict[str, Any] | None]:
             yield json.loads(line)
 
 
-def fail(results: Path, view: View, code: int, log: str) -> NoReturn:
+def fail(results: Path, view: View, code: int, log: str | None) -> NoReturn:
     """Raise the error for a failed Snakemake.
 
     Raises:
@@ -186,7 +186,8 @@ def fail(results: Path, view: View, code: int, log: str) -> NoReturn:
     reasons = list(map(str, failed)) or [" ".join(text.split()) for text in view.errors[-1:]] or ["a job failed"]
     reason = "; ".join(text.rstrip(".") for text in reasons)
     page = f" The page has the other runs: {results / 'report.html'}." if (results / "report.html").exists() else ""
-    raise error(f"{reason}.{page} Log: {log}. The same command runs what is missing.")
+    rest = f" Log: {log}. The same command runs what is missing." if log else ""
+    raise error(f"{reason}.{page}{rest}")
 
 
 class Job(NamedTuple):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from snakemake.logging import logger
 from snakemake.settings.types import DeploymentMethod
+from snakemake_interface_logger_plugins.common import LogEvent
 
 from gradwire.bench.config import Run
 from gradwire.bench.config.grid import ISLANDS, PATH
@@ -35,7 +36,7 @@ from gradwire.bench.config.file import EXTENDS, check, merged, read
 
 def refuse(reason):
     """End Snakemake with the exit code of bad input."""
-    logger.error(str(reason))
+    logger.error(str(reason), extra={"event": LogEvent.ERROR})
     raise SystemExit(BadInput.exit_code)
 
 
