@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from gradwire import __version__
-from gradwire.base import parent_watch
+from gradwire.base import library_warnings, parent_watch
 from gradwire.base.errors import BAD_INPUT, DONE, FAULT
 from gradwire.base.extras import missing
 from gradwire.base.failures import (
@@ -67,6 +67,8 @@ def entry() -> NoReturn:
     """The console script."""
     links.join()
     parent_watch.watch()
+    if os.environ.get("RANK", "0") != "0":
+        library_warnings.silence()
     code = main(sys.argv[1:])
     if nobody_reads():  # what is still to be written has no place to go
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
