@@ -448,6 +448,33 @@ def test_the_rows_are_the_projected_gradients_of_the_samples(small, pair):
             assert_same_rows(row[None], projector.project(flat[None], [dim])[dim], [norm], len(flat))
 
 
+@pytest.mark.parametrize("method", ["hooks", "loop"])
+def test_gradient_checkpointing_gives_the_same_rows(small, tmp_path, monkeypatch, method):
+    saved_, losses_of = [], loop.losses_of
+
+    def counted(model, *given):
+        size = 0
+
+        def pack(tensor):
+            nonlocal size
+            size += tensor.nbytes
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            losses_of(model, *given)
+        saved_.append(size)
+        return losses_of(model, *given)
+
+    monkeypatch.setattr(loop, "losses_of", counted)
+    for run, further in (("less", ["--gradient_checkpointing"]), ("plain", [])):
+        assert cli.main([*options(small, tmp_path / run, method=method), "--device", "cpu", *further]) == 0
+    assert written(tmp_path / "less") == written(tmp_path / "plain")
+    for path in written(tmp_path / "plain"):
+        assert sha256_file(tmp_path / "less" / path) == sha256_file(tmp_path / "plain" / path), path
+    if method == "loop":
+        assert 0 < max(saved_[: len(saved_) // 2]) < 0.5 * max(saved_[len(saved_) // 2 :])
+
+
 def test_none_stores_the_whole_gradient(small, tmp_path, capsys):
     numel = causal.load(small.model).num_parameters()
     words = options(small, tmp_path / "run", projection="none", max_samples=2, dim=numel)

@@ -55,6 +55,9 @@ class Collection(RowOptions, ModuleOptions, PrecisionOptions, PartOptions, Sampl
         "ddp", description="ddp: the full model on every rank; fsdp2: sharded weights (hooks and sgd only)"
     )
     batch_size: Count | None = Field(None, description="samples per forward pass (default: by free memory)")
+    gradient_checkpointing: bool = Field(
+        False, description="recompute the activations of a block in its backward pass, for larger models and batches"
+    )
     lora_dir: Path | None = Field(None, description="use the gradients of this LoRA adapter")
     lora_rank: Annotated[int, LORA_RANK] | None = Field(
         None, description="use the gradients of a new LoRA adapter of this rank"
@@ -182,17 +185,15 @@ def main(options: Options) -> None:
         shards = units(options.samples(world.rank), options.rows)
         intended = intention(options, shards, world.world_size)
         with all_alive(world, options.timeout) as check:
-            collect(options.output_path, intended, world, options.batch_size, options.discard_parts, check)
+            collect(options, intended, world, check)
         if world.rank == 0:
             print(f"gradients of {shards.describe(intended.samples)} in {options.output_path}")
 
 
 def collect(
-    collection: Path,
+    options: Options,
     intended: Provenance,
     world: World,
-    batch_size: int | None = None,
-    discard_parts: bool = False,
     check: Callable[[], None] = lambda: None,
 ) -> None:
     """Write this rank's blocks, then merge them into one block of all its samples.
@@ -202,11 +203,9 @@ def collect(
     it merges its blocks.
 
     Args:
-        collection: The collection folder.
+        options: The collection folder, and how the rows are computed and kept.
         intended: The provenance of the rows; `provenance.FOUND` is filled in from the loaded model.
         world: The process group.
-        batch_size: Samples per forward pass; None for as many as fit.
-        discard_parts: Whether to delete the blocks once they are merged.
         check: Called before each file; raises to stop the collection.
 
     Raises:
@@ -219,7 +218,8 @@ def collect(
     from gradwire.attribution.store import merge, provenance, store
     from gradwire.attribution.store.samples import longest_first, samples
 
-    maker = RowMaker.load(intended, world.device, batch_size, world)
+    collection, recomputing = options.output_path, options.gradient_checkpointing
+    maker = RowMaker.load(intended, world.device, options.batch_size, world, gradient_checkpointing=recomputing)
     maker.projector.width(maker.dims)  # refuses what the projection does not support
     shards = samples(intended)
     counting = (position for position in range(intended.samples) if shards[position].counts)
@@ -228,7 +228,7 @@ def collect(
     provenance.agree(collection, intended)
     provenance.claim(collection, intended)
     if world.rank == 0:
-        store.note_size(intended, discard_parts)
+        store.note_size(intended, options.discard_parts)
 
     sampler_indices, ends = intended.sampler_indices(world.rank), intended.ends()
     order = longest_first(shards, sampler_indices)
@@ -244,7 +244,7 @@ def collect(
                 store.write(names[dim], blocks[dim])
     ids = [row_id for position in sampler_indices for row_id in intended.row_ids(shards[position].sample_id)]
     for dim in intended.dims:
-        merge.join(collection, world.rank, dim, ids, intended, discard=discard_parts)
+        merge.join(collection, world.rank, dim, ids, intended, discard=options.discard_parts)
 
 
 def _wanted(missing: bool, maker: RowMaker, world: World) -> bool:

@@ -57,7 +57,7 @@ class CollectedGradients(TrainerCallback):
         wait(world)  # until rank 0 has saved the checkpoint
         shards = options.samples(world.rank)
         intended = collect.intention(options, shards, world.world_size)
-        collect.collect(run, intended, world, options.batch_size, options.discard_parts)
+        collect.collect(options, intended, world)
         wait(world)
         if world.rank == 0:
             merged = aggregate.Options(base_path=run, dim=options.dim[0], discard_parts=options.discard_parts)

@@ -29,6 +29,7 @@ from gradwire.attribution.collect.methods import (
     looped_rows,
     resolved,
 )
+from gradwire.attribution.persample import checkpointing
 from gradwire.attribution.persample.batch import (
     PerSample,
     n_targets,
@@ -107,7 +108,13 @@ class RowMaker:
 
     @classmethod
     def load(
-        cls, provenance: Provenance, device: torch.device, batch_size: int | None = None, world: World | None = None
+        cls,
+        provenance: Provenance,
+        device: torch.device,
+        batch_size: int | None = None,
+        world: World | None = None,
+        *,
+        gradient_checkpointing: bool = False,
     ) -> RowMaker:
         """Load the model, and its adapter and optimizer moments if requested.
 
@@ -128,6 +135,8 @@ class RowMaker:
         chosen = projections.of_modules(shapes(model), provenance.of_modules)
         kind = types.build(provenance, model, chosen, device)
         restrict(model, chosen)
+        if gradient_checkpointing:
+            checkpointing.enable(model)
         sharded = provenance.strategy == "fsdp2" and world is not None
         model = parallel.wrap(model, "fsdp2", device=device) if sharded else model.to(device)
         return cls(model, provenance, device, kind, batch_size, sharded)
