@@ -29,6 +29,7 @@ import pytest
 import test_page_code
 import yaml
 
+from gradwire.attribution.store.checks import CUSTOM
 from gradwire.bench.config import Cell, Experiment
 from gradwire.bench.config.file import check, read
 from gradwire.comm.compressors.registry import COMPRESSORS
@@ -45,6 +46,7 @@ RUN = (
     "docs/tutorial.md",
     "docs/running.md",
     "docs/gradients.md",
+    "docs/how-to/from-your-scripts.md",
     "docs/how-to/links.md",
     "docs/how-to/own-data.md",
     "docs/how-to/own-script.md",
@@ -73,6 +75,12 @@ gradwire train --data_path tokens/shards --output_dir run --steps 9
 gradwire {COLLECT} --split val --output_path grads-val --dim 64 4096
 gradwire grads aggregate --base_path grads-val --dim 4096
 """,
+    "docs/how-to/from-your-scripts.md": """
+python -c "import json; [print(json.dumps(one)) for one in json.load(open('my.json'))[:40]]" > train.jsonl
+head -n 3 train.jsonl > anatomy.jsonl
+gradwire train --data_path train.jsonl --output_dir run --steps 9 --max_length 128
+cp -r run/final_model model
+""",
     "docs/how-to/own-data.md": "cp my.json corpus.json",
 }
 SHORTENED = {  # experiment: its grid in the copy
@@ -81,7 +89,7 @@ SHORTENED = {  # experiment: its grid in the copy
         {"strategies": ["ddp", "fsdp2"], "world_sizes": [1], "compressors": ["none"]},
     ]
 }
-GROUPS = {plugins.group for plugins in (COMPRESSORS, SOURCES, STRATEGIES, PRESETS)}
+GROUPS = {CUSTOM, *(plugins.group for plugins in (COMPRESSORS, SOURCES, STRATEGIES, PRESETS))}
 EXPERIMENT = {"name": "page", "compressors": {"none": {}}, "grid": {"strategies": ["fsdp2"], "world_sizes": [2]}}
 EXCEPT = {  # page, and how the block begins: why no test runs it as it is, or what does so in another way
     ("README.md", " import torch.distributed"): "a change of a script; docs/how-to/own-script.md has its lines",
@@ -92,6 +100,7 @@ EXCEPT = {  # page, and how the block begins: why no test runs it as it is, or w
         "gradwire compressors dither",
     ): "tests/comm/compressors/test_adding.py, with the class",
     ("docs/add-a-compressor.md", "python -m pytest"): "tests/comm/compressors/test_adding.py, with the class",
+    ("docs/how-to/add-a-check.md", '"""Checks'): "tests/attribution/store/test_adding_check.py",
     ("docs/how-to/add-a-source.md", '"""Tickets'): "tests/lm/data/test_adding_source.py",
     ("docs/clusters.md", "pip install -r"): "it needs a cluster; tests/slurm runs experiments on one of this machine",
     ("docs/clusters.md", "#SBATCH --nodes"): "it needs a cluster; tests/slurm/test_nodes.py",
