@@ -137,7 +137,10 @@ def test_an_experiment_extends_another(tmp_path):
     [
         ("{extends: base.yaml}", "give it another name"),
         ("{extends: [base.yaml], name: b}", "takes the path of a file"),
-        ("{extends: nowhere.yaml, name: b}", "there is no file .*nowhere.yaml"),
+        ("{extends: nowhere.yaml, name: b}", "mine.yaml: extends: there is no file .*nowhere.yaml"),
+        ("{extends: nowhere.yaml}", "mine.yaml: extends: there is no file .*nowhere.yaml"),
+        ("{extends: ''}", "takes the path of a file"),
+        ("{extends: mine.yaml}", "extends this file itself"),
         ("{extends: mine.yaml, name: b}", "extends this file itself"),
         ("{extends: base.yaml, name: b, training: {}}", "mine.yaml: training: {} changes nothing"),
         ("- a", "expected a mapping"),

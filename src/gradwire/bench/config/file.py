@@ -344,14 +344,16 @@ def read(path: Path, extended_by: tuple[Path, ...] = ()) -> dict[str, Any]:
     base = given.get(EXTENDS)
     if base is None:
         return dict(given)
-    if not isinstance(base, str):
+    if not isinstance(base, str) or not base:
         raise BadInput(f"{path}: {EXTENDS} takes the path of a file, relative to this one.")
+    base_path, chain = path.parent / base, (*extended_by, path.resolve())
+    if not base_path.exists():
+        raise BadInput(f"{path}: {EXTENDS}: there is no file {base_path}.")
+    if base_path.resolve() in chain:
+        raise BadInput(f"{path}: {EXTENDS}: {base} extends this file itself.")
     if "name" not in given:
         raise BadInput(f"{path}: give it another name; that of {base} is the folder of that experiment's results.")
-    chain = (*extended_by, path.resolve())
-    if (path.parent / base).resolve() in chain:
-        raise BadInput(f"{path}: {EXTENDS}: {base} extends this file itself.")
-    return merged(read(path.parent / base, chain), {key: given[key] for key in given if key != EXTENDS}, str(path))
+    return merged(read(base_path, chain), {key: given[key] for key in given if key != EXTENDS}, str(path))
 
 
 def merged(base: Mapping[str, Any], given: Mapping[str, Any], where: str) -> dict[str, Any]:
