@@ -266,6 +266,8 @@ class ParameterGroup:
 
     Attributes:
         discarded: Whether gradients of the last forward pass are thrown away, and need no reduction.
+        used: Names of the parameters that backward passes of this optimizer step computed a gradient of.
+        filled: Names of those that had none, and for which zeros were reduced.
     """
 
     def __init__(self, module: FSDPModule, group: Any, members: Mapping[str, Any]) -> None:
@@ -273,6 +275,8 @@ class ParameterGroup:
         self._group = group
         self._members = members
         self.discarded = False
+        self.used: set[str] = set()
+        self.filled: set[str] = set()
 
     @property
     def modules(self) -> Sequence[nn.Module]:
@@ -382,9 +386,18 @@ class ParameterGroup:
         """Have FSDP2 pass sums to the reduce-scatter, and divide separately."""
         self._group.force_sum_reduction_for_comms = True
 
+    @property
+    def always_fills(self) -> bool:
+        """Whether the model's owner has called ``set_reduce_scatter_unused_params(True)``."""
+        return getattr(self._group, "reduce_scatter_unused_params", False) is True
+
     def reduce_unused(self, unused: bool) -> None:
-        """Have FSDP2 reduce zeros for parameters that a backward pass leaves unused; before torch 2.13 it cannot."""
-        self._group.reduce_scatter_unused_params = unused
+        """Have FSDP2 reduce zeros for parameters that a backward pass leaves unused; before torch 2.13 it cannot.
+
+        If it `always_fills`, it goes on.
+        """
+        if not self.always_fills:
+            self._group.reduce_scatter_unused_params = int(unused)  # the owner's is a bool
 
     def accumulate_zeros(self, accumulates: bool = False) -> None:
         """Give each trainable parameter an accumulated gradient, of zeros, if another one has it.
@@ -429,9 +442,9 @@ class ParameterGroup:
         return self._group._all_reduce_hook is not None
 
     @property
-    def gathered(self) -> set[nn.Parameter]:
-        """The gathered parameters; they exist from the first forward pass on."""
-        return {member.unsharded_param for member in self._members.values()}
+    def gathered(self) -> dict[str, nn.Parameter]:
+        """The gathered parameters by name; they exist from the first forward pass on."""
+        return {name: member.unsharded_param for name, member in self._members.items()}
 
     @property
     def waiting(self) -> list[str]:

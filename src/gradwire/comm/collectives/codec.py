@@ -11,7 +11,7 @@ import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -31,6 +31,13 @@ RESIDUAL = "residual.float32"  # the entry of `Feedback.state_dict` with a resid
 Key = tuple[str, Phase, int]  # a parameter, a phase, and where the piece begins in the parameter
 
 
+class Held(NamedTuple):
+    """Copies of a parameter's residuals, and of the state of `rounds`; None without one."""
+
+    residuals: dict[Key, dict[str, Tensor]]
+    state: State | None
+
+
 def counted(compressor: Compressor, form: tuple[int, ...], wire: Tensor | None = None) -> Counter[str]:
     """Count the elements of a tensor: those given, those sent as float32 all the same, and those chosen."""
     counts = Counter[str]()
@@ -44,6 +51,11 @@ def counted(compressor: Compressor, form: tuple[int, ...], wire: Tensor | None =
     if chosen is not None:
         counts.update(chosen_elements=chosen, sparse_elements=numel)
     return counts
+
+
+def copied(kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copy tensors."""
+    return {name: tensor.clone() for name, tensor in kept.items()}
 
 
 class Codec:
@@ -81,6 +93,7 @@ class Codec:
         self._states: dict[str, State] = {}
         self._unmet: set[str] = set()  # parameters whose restored state was not used since
         self._met: dict[tuple[str, Phase], int] = {}  # the step in which others were used first
+        self._held: dict[str, Held] = {}  # what was kept before this step, of parameters that it may not count for
 
     def of(self, piece: Piece, phase: Phase) -> Compressor:
         """Return what encodes a piece at the present step."""
@@ -253,6 +266,29 @@ class Codec:
         loose, self._loose = self._loose, {}
         return sum(residual.numel() for parts in loose.values() for _, residual in parts)
 
+    def hold(self, names: set[str]) -> None:
+        """Copy what is kept of parameters, before the first reduction of a step that may not count for them."""
+        if not (names := names - self._held.keys()):
+            return
+        kept = {**self._residuals, **{key: feedback.state_dict() for key, feedback in self._feedbacks.items()}}
+        for name in names:
+            residuals = {key: copied(residual) for key, residual in kept.items() if key[0] == name}
+            self._held[name] = Held(residuals, copied(self._states[name]) if name in self._states else None)
+
+    def give_back(self, names: set[str]) -> None:
+        """Keep of these parameters what was kept before the step, and forget what is held of all."""
+        held, self._held = self._held, {}
+        for name in names & held.keys():
+            for key, feedback in self._feedbacks.items():
+                if key in held[name].residuals:
+                    feedback.load_state_dict(held[name].residuals[key])
+                elif key[0] == name:
+                    feedback.drop()
+            if (state := held[name].state) is not None:
+                self._states[name] = state
+            else:
+                self._states.pop(name, None)
+
     def state(self, name: str, shape: tuple[int, ...]) -> State:
         """Return what `rounds` keeps of a parameter; it starts empty where the schedule changes the compressor."""
         self.meet(name, "scatter")
@@ -335,9 +371,7 @@ class Codec:
         self.begin(state["began"])
         self.step = state["step"]
         self._restored, self._residuals = dict(state["generators"]), dict(state["residuals"])
-        self._states = {
-            name: {key: tensor.clone() for key, tensor in kept.items()} for name, kept in state["states"].items()
-        }
+        self._states = {name: copied(kept) for name, kept in state["states"].items()}
         kept = {name for name, _ in self._restored} | {name for name, _, _ in self._residuals}
         self._unmet = kept | self._states.keys()
 
@@ -349,6 +383,7 @@ class Codec:
         self._feedbacks, self._residuals, self._loose = {}, {}, {}
         self._states = {}
         self._unmet, self._met = set(), {}
+        self._held = {}
 
     def check_names(self, names: Container[str]) -> None:
         """Warn of what was restored for parameters that the model does not have; a reduction does it else.

@@ -36,7 +36,7 @@ Given: TypeAlias = Compressor | str | Mapping[str, Any]
 Then: TypeAlias = Callable[[Tensor], object]  # what to do with a mean
 F = TypeVar("F", bound=Callable[..., Any])
 FREE = ("overlap", "nonfinite")  # options that a resumed run may change
-FINITE, NONFINITE, UNREDUCED = range(3)  # what a rank met in a step: the flag of `Codec`, and an unreduced parameter
+FINITE, LEFT_OUT, NONFINITE, UNREDUCED = range(4)  # the worst that a rank met in a step, for the ranks to agree on
 SMALL = 2**16  # bytes: up to here a collective's latency weighs more than what it carries
 
 
@@ -102,6 +102,12 @@ class Watch(Protocol):
     def finish(self) -> list[str] | None:
         """End the step; return the parameters that need a reduction and had none, or None if nothing was reduced."""
 
+    def left_out(self) -> set[str]:
+        """Return the parameters that this rank's backward passes left out in the step, and that were reduced."""
+
+    def leave_out(self, names: set[str]) -> None:
+        """Leave parameters without a gradient that all ranks left out."""
+
 
 class Ending(NamedTuple):
     """The end of an optimizer step, while the ranks agree on what they met in it.
@@ -110,6 +116,7 @@ class Ending(NamedTuple):
         reducer: The reducer.
         step: Optimizer steps finished.
         unreduced: This rank's parameters with gradients that were not reduced: it should wait before it uses them.
+        left_out: Those that its backward passes left out, and that were reduced; it should wait likewise.
         total: The caller's vector.
         pending: The agreement; None with one rank.
     """
@@ -117,6 +124,7 @@ class Ending(NamedTuple):
     reducer: Reducer
     step: int
     unreduced: list[str]
+    left_out: set[str]
     total: Tensor | None
     pending: ops.Pending | None
 
@@ -427,17 +435,19 @@ class Reducer:
             if part.codec.flag is not None:
                 self.codec.note(part.codec.flag)
                 part.codec.flag.zero_()
-        pending = None if self.alone else self._begin_agreement(total, bool(unreduced))
-        return Ending(self, self.step, unreduced, total, pending)
+        left_out = set[str]().union(*(watch.left_out() for watch in self._watches))
+        pending = None if self.alone else self._begin_agreement(total, unreduced, left_out)
+        return Ending(self, self.step, unreduced, left_out, total, pending)
 
     def _finish(self, ending: Ending) -> bool:
         """Take notice of what the ranks met in a step; return whether the caller takes the optimizer step."""
         if ending.pending is None:
             return True
         met, step = self._worst(ending.pending.wait(), ending.total), ending.step
+        self._leave_out(self._left_out_by_all(ending.left_out) if met == LEFT_OUT else set())
         if met == UNREDUCED:
             raise RunFault(self._described(ending.unreduced, step), step=step - 1)
-        if met == FINITE:
+        if met < NONFINITE:
             return True
         self._traffic.add(nonfinite_steps=1)
         if self.nonfinite == "raise":
@@ -651,31 +661,52 @@ class Reducer:
             )
         return [name for names in models for name in names or ()]
 
-    def _begin_agreement(self, total: Tensor | None, unreduced: bool) -> ops.Pending:
-        """Begin to take the worst that any rank met since the last call, the largest flag; with a total, sum both."""
+    def _begin_agreement(self, total: Tensor | None, unreduced: list[str], left_out: set[str]) -> ops.Pending:
+        """Begin to take the worst that any rank met since the last call, the largest; with a total, sum both."""
         flag = self.codec.flag
         if flag is None:  # no gradient was reduced yet
-            device = "cuda" if dist.get_backend(self.everyone) == "nccl" else "cpu"
-            flag = torch.zeros(1, dtype=torch.uint8, device=device if total is None else total.device)
-        met = flag.clone()
+            device = self._messages if total is None else total.device
+            flag = torch.zeros(1, dtype=torch.uint8, device=device)
+        met = UNREDUCED if unreduced else LEFT_OUT if left_out else FINITE
+        worst = (NONFINITE * flag).clamp_(min=met)
         flag.zero_()
         counted: dict[str, Any] = {"group": self.everyone, "purpose": "agreement", "meter": self.meter}
         if total is None:
-            return ops.begin_all_reduce(met.add_(UNREDUCED * unreduced), "max", **counted)
-        summed = torch.cat([met.float() + (self._most_flags + 1) * unreduced, total])
+            return ops.begin_all_reduce(worst, "max", **counted)
+        summed = torch.cat([self._weights.to(worst.device)[worst.long()], total])
         return ops.begin_all_reduce(summed, "sum", **counted)
 
     def _worst(self, agreed: Tensor, total: Tensor | None) -> int:
         """Return the worst that any rank met, and set the total; the same on all ranks."""
         if total is None:
-            return min(int(agreed), UNREDUCED)
+            return int(agreed)
         total.copy_(agreed[1:])
-        return UNREDUCED if agreed[0] > self._most_flags else min(int(agreed[0]), NONFINITE)
+        return int((self._weights <= agreed[0].cpu()).sum()) - 1
 
     @property
-    def _most_flags(self) -> int:
-        """The largest sum of flags of values that are not finite."""
-        return dist.get_world_size(self.everyone)
+    def _weights(self) -> Tensor:
+        """What the worst of a rank counts in a sum over the ranks: more than the lesser ones of all of them."""
+        most = dist.get_world_size(self.everyone)
+        return torch.tensor([0, 1, most + 1, math.inf], dtype=torch.float32, device="cpu")
+
+    @property
+    def _messages(self) -> str:
+        """The device of messages that no gradient is part of."""
+        return "cuda" if dist.get_backend(self.everyone) == "nccl" else "cpu"
+
+    def _left_out_by_all(self, left_out: set[str]) -> set[str]:
+        """Return the parameters that all ranks left out; every rank calls this."""
+        names = sorted(set[str]().union(*(watch.names for watch in self._watches)))
+        used = torch.tensor([name not in left_out for name in names], dtype=torch.uint8, device=self._messages)
+        counts = ops.all_reduce(used, "max", self.everyone, "agreement", self.meter).tolist()
+        return {name for name, count in zip(names, counts, strict=True) if not count}
+
+    def _leave_out(self, names: set[str]) -> None:
+        """Leave these parameters as they were before the step; what was kept of all others has changed for good."""
+        for watch in self._watches if names else ():
+            watch.leave_out(names)
+        for reducer in (self, *self.parts.values()):
+            reducer.codec.give_back(names)
 
     def _described(self, unreduced: list[str], step: int) -> str:
         """Return the message about parameters that were not reduced, from all ranks; every rank calls this."""

@@ -93,6 +93,16 @@ class Completeness:
         missing = [name for name, p in self._parameters.items() if name not in reduced and has_gradient(p)]
         return [*dict.fromkeys(missing + self._strategy.held_back(model))]
 
+    def left_out(self) -> set[str]:
+        """Return the parameters that this rank's backward passes left out in the step, and that were reduced."""
+        model = self._model()
+        return set() if model is None or self._strategy is None else self._strategy.left_out(model)
+
+    def leave_out(self, names: set[str]) -> None:
+        """Leave parameters without a gradient that all ranks left out."""
+        if (model := self._model()) is not None and self._strategy is not None:
+            self._strategy.leave_out(model, names)
+
     def _stepped(self, optimizer: Optimizer, *_: object) -> None:
         """Take notice of an optimizer's step."""
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}

@@ -132,6 +132,13 @@ class Strategy(ABC):
         parameters = named_parameters(wrapped) if self.added else ()
         return [name for name, p in parameters if name in self.added and has_gradient(p)]
 
+    def left_out(self, wrapped: nn.Module) -> set[str]:
+        """Return the parameters that this rank's backward passes left out, and whose mean may be without a use."""
+        return set()
+
+    def leave_out(self, wrapped: nn.Module, names: set[str]) -> None:  # noqa: B027  nothing to do for most frameworks
+        """Leave parameters without a gradient that all ranks left out."""
+
     def reduced_numel(self, wrapped: nn.Module) -> int:
         """Return the number of elements that the framework itself would reduce in a step, padding included."""
         return sum(parameter.numel() for parameter in wrapped.parameters() if parameter.requires_grad)

@@ -54,6 +54,7 @@ class DDP(Strategy):
         super().__init__(group, device)
         self.bucket_mb = bucket_mb
         self.framework = {"find_unused_parameters": find_unused_parameters, "static_graph": static_graph}
+        self._unused: set[str] = set()  # parameters that zeros were reduced for in this optimizer step
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Wrap the whole model; with a reducer DDP's own buckets are small."""
@@ -100,11 +101,20 @@ class DDP(Strategy):
                     "step: ranks that have no inputs left take none. Give all ranks equally many batches, or use "
                     "gradwire.comm_hook."
                 )
-            self.added.difference_update(names.get(id(parameter), "") for parameter in bucket.parameters())
+            reduced = {names.get(id(parameter), "") for parameter in bucket.parameters()}
+            if ddp.find_unused_parameters or ddp.static_graph:
+                self._unused |= reduced - self.added
+                reducer.codec.hold(reduced - self.added)
+            self.added -= reduced
             return buckets.take(bucket)
 
         reduce_bucket.__annotations__.clear()
         wrapped.register_comm_hook(None, reduce_bucket)
+
+    def left_out(self, wrapped: nn.Module) -> set[str]:
+        """Return the parameters that DDP has left without a gradient, as all ranks left them out; begin a step."""
+        unused, self._unused = self._unused, set()
+        return {name for name, p in self.averaged(wrapped).items() if name in unused and p.grad is None}
 
     def accumulation(self, wrapped: nn.Module, last: bool) -> AbstractContextManager[object]:
         """Use `no_sync` except for the last micro-batch."""

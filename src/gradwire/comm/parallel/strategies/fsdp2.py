@@ -121,9 +121,11 @@ class FSDP2(Strategy):
         end = EndOfBackward(reducer.synchronize)
         sizes: Counter[tuple[Reducer, Kind]] = Counter()
         for group in groups:
-            reduce_unused(group)
             inside, between = reducer.over(group.shards), reducer.over(self.replicas_of(group))
-            reduced.update(group if inside is not None or between is not None else ())
+            if inside is None and between is None:
+                continue
+            reduce_unused(group)
+            reduced.update(group)
             if inside is not None:
                 # The reducer divides once; the framework must neither divide nor average.
                 group.reduce_sums()
@@ -142,8 +144,9 @@ class FSDP2(Strategy):
         for (level, kind), numel in sizes.items():
             level.prepare(kind, numel)
             level.connect(kind, [shape for group in groups for shape in group.trained.values()], self.device)
-        for check in (check_not_interrupted, check_whole):
-            wrapped.register_forward_pre_hook(check, prepend=True)  # before the framework's own
+        begin = partial(begin_forward, groups)
+        for call in (begin, check_not_interrupted, check_whole):
+            wrapped.register_forward_pre_hook(call, prepend=True)  # before the framework's own
 
     def averaged(self, wrapped: nn.Module) -> dict[str, nn.Parameter]:
         """Return the parameters without those that `fully_shard` is set to ignore, or that a single rank has."""
@@ -158,6 +161,21 @@ class FSDP2(Strategy):
         hooks = (hook() for hook in self._all_reduces)
         waiting = [name for group in groups if group is not None for name in group.waiting]
         return waiting + [name for hook in hooks if hook and hook.kept is not None for name in hook.parameters]
+
+    def left_out(self, wrapped: nn.Module) -> set[str]:
+        """Return the parameters that only zeros were reduced for, and begin a step."""
+        names = set[str]()
+        for group in (group() for group in self._groups):
+            if group is not None:
+                names |= group.filled - group.used
+                group.filled, group.used = set(), set(group.waiting)
+        return names
+
+    def leave_out(self, wrapped: nn.Module, names: set[str]) -> None:
+        """Leave parameters without a gradient, as FSDP2 does."""
+        for name, parameter in trainable(wrapped).items():
+            if name in names:
+                parameter.grad = None
 
     def reduced_numel(self, wrapped: nn.Module) -> int:
         """Count parameters padded to a multiple of W rows."""
@@ -201,15 +219,16 @@ def reduce_unused(group: ParameterGroup) -> None:
     """Have FSDP2 reduce zeros for the parameters of a group that a backward pass leaves unused.
 
     A group's layout has all of its parameters. FSDP2's setting is on while a gradient of the group is not reduced yet:
-    always on, it would also reduce zeros in passes that leave no gradient, such as that of `torch.autograd.grad`.
-    Before torch 2.13 FSDP2 cannot, and the shorter buffer is refused.
+    always on, it would also reduce zeros for a group that a pass leaves out, and in passes that leave no gradient, such
+    as that of `torch.autograd.grad`. Before torch 2.13 FSDP2 cannot, and the shorter buffer is refused.
     """
     if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
         return
     seen = weakref.proxy(group)  # Python's garbage collector does not see through hooks on tensors
     watched = set[nn.Parameter]()
 
-    def fill(_: Tensor) -> None:
+    def fill(name: str, _: Tensor) -> None:
+        seen.used.add(name)
         seen.reduce_unused(True)
         seen.accumulate_zeros(accumulates=True)
 
@@ -219,14 +238,35 @@ def reduce_unused(group: ParameterGroup) -> None:
         if not torch.is_grad_enabled():
             return
         group.discarded = infers_shapes()
-        group.reduce_unused(bool(group.waiting))
         group.accumulate_zeros()
-        for gathered in {parameter for parameter in group.gathered if parameter.requires_grad} - watched:
-            gathered.register_post_accumulate_grad_hook(fill)
-            watched.add(gathered)
+        for name, gathered in group.gathered.items():
+            if gathered.requires_grad and gathered not in watched:
+                gathered.register_post_accumulate_grad_hook(partial(fill, name))
+                watched.add(gathered)
 
     for module in group.modules:
         module.register_forward_pre_hook(watch)  # after the framework's own, which gathers
+
+
+@torch.compiler.disable
+def begin_forward(groups: Sequence[ParameterGroup], *_: object) -> None:
+    """Have FSDP2 reduce zeros for the groups with a gradient that is not reduced yet, and for no other.
+
+    The last backward pass may have been interrupted.
+    """
+    for group in groups:
+        group.reduce_unused(bool(group.waiting))
+
+
+def begin_reduction(group: ParameterGroup, reducer: Reducer) -> dict[str, tuple[int, ...]]:
+    """Take notice of the parameters of a group for which zeros are reduced; return the shapes of all of them."""
+    trained = group.trained
+    if group.used and not group.always_fills:
+        unused = {name for name, p in group.parameters.items() if name not in group.used and p.grad is None}
+        group.filled |= unused & trained.keys()
+        reducer.codec.hold(group.filled - group.used)
+    group.reduce_unused(False)
+    return trained
 
 
 class Collective:
@@ -273,7 +313,8 @@ class ReduceScatter(Collective):
             output_tensor.copy_(mean if scale == 1 else mean * scale)
 
         later = self.end.expect()
-        layout = self.layout(tuple(self.parameters.trained.items()))  # parameters may be frozen and unfrozen
+        trained = begin_reduction(self.parameters, self.reducer)  # parameters may be frozen and unfrozen
+        layout = self.layout(tuple(trained.items()))
         handle = self.reducer.begin_reduce_scatter(input_tensor, layout, deliver)
         if divides or not later or self.read_at_once(output_tensor):
             handle.wait()
@@ -340,7 +381,7 @@ class AllReduce:
         """
         if self.parameters.discarded:
             return
-        row = self.row(tuple(self.parameters.trained.items()))
+        row = self.row(tuple(begin_reduction(self.parameters, self.reducer).items()))
         if shard.numel() != row.numel:
             raise RunFault(
                 f"a shard of gradients has {shard.numel()} elements, but {row.numel} were expected "
