@@ -16,10 +16,12 @@ import pytest
 import yaml
 
 from gradwire import cli
-from gradwire.base.errors import BadInput
+from gradwire.base.errors import BadInput, RunFault
 from gradwire.bench.config import Run
 from gradwire.bench.config.file import check, merged, read
-from gradwire.bench.workflow.run import Job, View
+from gradwire.bench.report.rows.record import jsonl, without_measurements
+from gradwire.bench.report.rows.status import look
+from gradwire.bench.workflow.run import Job, View, check_results, move_aside
 
 ROOT = Path(__file__).parents[3]
 GOOD = {
@@ -153,6 +155,8 @@ def test_a_file_that_extends_none_is_refused(text, said, tmp_path):
         read(tmp_path / "mine.yaml")
 
 
+WILDCARDS = {"strategy": "fsdp2", "compressor": "int8", "world_size": "2", "link": "none", "seed": "0", "islands": ""}
+ENDINGS = ("diverged", "skipped", "failed")
 STEP = "step 4/10, loss 6.500, 120 ms/step, ratio 3.90, 8 s left"
 
 
@@ -213,6 +217,26 @@ def test_an_experiment_runs_in_an_empty_folder(folder):
     assert "localrule summarize" in (folder / "results/mine/logs/snakemake.log").read_text()
 
 
+def test_it_does_not_end_well_where_a_run_has_no_result(tmp_path):
+    rows = [without_measurements(Run.of(WILDCARDS), status, "its record is of another run") for status in ENDINGS]
+    (tmp_path / "results.jsonl").write_text(jsonl(rows[:2]))
+    check_results(tmp_path)
+    (tmp_path / "results.jsonl").write_text(jsonl(rows))
+    with pytest.raises(RunFault, match=f"1 run has no result: {RUN}: its record is of another run"):
+        check_results(tmp_path)
+
+
+def test_what_cannot_be_read_is_moved_aside(tmp_path, capsys):
+    run = tmp_path / "runs" / RUN
+    run.mkdir(parents=True)
+    (run / "record.json").write_text("\0" * 9)
+    (run / "profile.json").write_text('{"schema_version": 0}')
+    assert look(tmp_path)[Run.of(WILDCARDS)].name == "failed"
+    move_aside(tmp_path)
+    assert sorted(path.name for path in run.iterdir()) == ["profile.json", "record.json.unusable"]
+    assert "record.json is not valid JSON" in capsys.readouterr().out
+
+
 def test_a_source_with_nothing_in_it_is_refused_before_snakemake_starts(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("texts").mkdir()
@@ -263,6 +287,12 @@ def test_a_failed_job_is_named_and_the_others_are_done(folder):
     Path("experiment.yaml").write_text(yaml.safe_dump(GOOD))
     assert run().returncode == 0
     assert run().stdout.startswith("nothing to do: every job is done\n")
+    record = folder / "results/mine/runs" / RUN / "record.json"
+    record.write_text('{"schema_version": 1,')
+    done = run()
+    assert done.returncode == 0 and "train" in done.stdout
+    assert done.stdout.startswith(f"made again: results/mine/runs/{RUN}/record.json is not valid JSON")
+    assert record.read_text() == '{"schema_version": 0}\n'
 
 
 @pytest.mark.full

@@ -28,6 +28,8 @@ from gradwire.base.strict import Strict
 from gradwire.bench.config import Run
 from gradwire.bench.config.file import check, read
 from gradwire.bench.progress import duration
+from gradwire.bench.report.rows.record import read_results
+from gradwire.bench.report.rows.runs import unusable
 from gradwire.bench.report.rows.status import State, look, remaining
 
 FOLDER = Path(__file__).parent
@@ -60,17 +62,19 @@ def main(options: Options) -> None:
     Raises:
         BadInput: If the file is invalid, its source cannot be read, or jobs failed on bad input only.
         ModuleNotFoundError: If Snakemake is not installed.
-        RunFault: If a job failed otherwise.
+        RunFault: If a job failed otherwise, or a run has no result.
         Stopped: If a signal stopped it.
     """
     experiment = check(read(options.file))
     experiment.dataset.built.content()  # reads a local source: an empty folder is refused before Snakemake starts
     require("gradwire run", "snakemake", "snakemake_interface_logger_plugins")
     words = words_of(options)
+    results, dry_run = Path("results") / experiment.name, not DRY_RUN.isdisjoint(words)
+    if not dry_run:
+        move_aside(results)
     if options.verbose:
         os.execv(sys.executable, [sys.executable, "-m", "snakemake", *words])
-    results = Path("results") / experiment.name
-    view, dry_run = View(results), not DRY_RUN.isdisjoint(words)
+    view = View(results)
     with journal(dry_run, results) as log:
         if code := follow([sys.executable, "-m", "gradwire.bench.workflow.events", *words], log, view):
             fail(results, view, code, None if dry_run else log.name)
@@ -80,6 +84,28 @@ def main(options: Options) -> None:
         print(f"{view.total} jobs: {', '.join(f'{n} {rule}' for rule, n in view.jobs.items())}")
     if not dry_run and (results / "report.html").exists():
         print(f"\n{(results / 'summary.md').read_text()}\nreport: {results / 'report.html'}")
+        check_results(results)
+
+
+def move_aside(results: Path) -> None:
+    """Rename the files of runs that cannot be read to ``<name>.unusable``, so that Snakemake makes them again."""
+    for path, reason in unusable(results):
+        aside = path.with_name(f"{path.name}.unusable")
+        path.rename(aside)
+        print(f"made again: {reason.partition('; ')[0]}; it is {aside} now")
+
+
+def check_results(results: Path) -> None:
+    """Check that every run has a result.
+
+    Raises:
+        RunFault: If one failed although all jobs are done: its files are not those of the run.
+    """
+    rows, complaints = read_results(results / "results.jsonl")
+    failed = [f"{row.run_name}: {row.reason}" for row in rows if row.status == "failed"]
+    if failed or complaints:
+        lost = f"{len(failed)} run{'s have' if len(failed) != 1 else ' has'} no result"
+        raise RunFault(f"{lost}: {'; '.join([*failed, *complaints])}")
 
 
 def journal(dry_run: bool, results: Path) -> IO[str]:

@@ -28,6 +28,7 @@ from gradwire.bench.report.rows.record import Number, Result, Row, first_problem
 
 Model = TypeVar("Model", bound=Row)
 EXPECTED = "expected.json"  # in the experiment's folder: the requested runs
+AGAIN = "`gradwire run` moves it aside and makes it again"
 SHARED = "times are shared: other runs may have used the machine at the same time (`timing: true` runs one at a time)"
 
 
@@ -77,6 +78,20 @@ def runs_on_disk(results_dir: Path) -> list[Run]:
     """Return the runs that have a folder."""
     paths = (results_dir / "runs").glob("*/*/ws*/*/seed*")
     return [run for path in paths if (run := Run.at("/".join(path.parts[-5:])))]
+
+
+def unusable(results_dir: Path) -> list[tuple[Path, str]]:
+    """The files of runs that cannot be read, and why; a record of another schema version can be read elsewhere."""
+    found = []
+    for run in runs_on_disk(results_dir):
+        for name, model in MEASURED.items():
+            path = results_dir / "runs" / run.path / name
+            try:
+                if path.is_file() and read_json(path).get("schema_version", SCHEMA_VERSION) == SCHEMA_VERSION:
+                    _load(model, path)
+            except (BadInput, AttributeError) as error:
+                found.append((path, str(error)))
+    return found
 
 
 def joined(
@@ -243,6 +258,9 @@ class Perplexity(Row):
     ppl: float
 
 
+MEASURED: dict[str, type[Row]] = {"record.json": Record, "profile.json": Profile, "perplexity.json": Perplexity}
+
+
 def result(folder: Path, run: Run) -> Result:
     """Return the row of one run; an unusable folder gives a failed row with the reason."""
     try:
@@ -267,7 +285,8 @@ def _merged(folder: Path, run: Run) -> Result:
     if record.run != run:
         raise BadInput(f"{path} is the record of another run, {record.run_name}; delete it and train this run again.")
     if record.schema_version != SCHEMA_VERSION:
-        raise BadInput(f"{path} has schema version {record.schema_version}, not {SCHEMA_VERSION}; train it again.")
+        version = f"schema version {record.schema_version}, not {SCHEMA_VERSION}"
+        raise BadInput(f"{path} has {version}; delete it and train this run again.")
     if record.moved_from:
         raise BadInput(
             f"{path} is of a run that began on other ranks: its bytes and times are of its steps from "
@@ -303,4 +322,4 @@ def _load(model: type[Model], path: Path) -> Model:
     try:
         return model.model_validate(read_json(path))
     except ValidationError as error:
-        raise BadInput(f"{path} is unusable: {first_problem(error)}; delete it and run its step again.") from None
+        raise BadInput(f"{path} is unusable: {first_problem(error)}; {AGAIN}.") from None

@@ -61,12 +61,10 @@ def look(results_dir: Path, now: float | None = None) -> dict[Run, State]:
 def state(folder: Path, now: float) -> State:
     """Return the state of one run, from the files in its folder."""
     if (path := folder / "record.json").is_file():
-        record = read_json(path)
-        if record["status"] == "diverged":
-            return State("diverged", record["reason"])
-        quality = "not evaluated" if record["val_ppl"] is None else f"perplexity {record['val_ppl']:.2f}"
-        mean = record.get("step_time_ms_mean")
-        return State("done", quality if mean is None else f"{quality}, {mean:.1f} ms/step")
+        try:
+            return ended(read_json(path))
+        except (BadInput, AttributeError, KeyError, TypeError, ValueError) as error:
+            return State("failed", f"{path.name} is unusable ({error})")
     if (path := folder / PROGRESS).is_file():
         progress, silent = read_json(path), now - path.stat().st_mtime
         text = progress_text(progress)
@@ -77,6 +75,15 @@ def state(folder: Path, now: float) -> State:
         failure = read_json(paths[0])
         return State("failed", f"{paths[0].name.partition('.')[0]}, exit {failure['exit_code']}: {failure['reason']}")
     return State("waiting")
+
+
+def ended(record: dict[str, Any]) -> State:
+    """Return the state of a run from its record."""
+    if record["status"] == "diverged":
+        return State("diverged", record["reason"])
+    quality = "not evaluated" if record["val_ppl"] is None else f"perplexity {record['val_ppl']:.2f}"
+    mean = record.get("step_time_ms_mean")
+    return State("done", quality if mean is None else f"{quality}, {mean:.1f} ms/step")
 
 
 def records(states: dict[Run, State]) -> list[dict[str, Any]]:
