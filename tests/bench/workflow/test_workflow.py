@@ -128,7 +128,7 @@ def test_nodes_follow_from_the_ranks_that_a_node_takes(checkout):
 def test_the_default_experiment_lists_its_jobs(tmp_path):
     counts = job_counts("--directory", str(tmp_path), "--configfile", str(ROOT / "config.yaml"), cwd=ROOT)
     on_links = 0 if probe().reason else 8  # for times only
-    of_cells = {"train": 24 + on_links, "trace": 24 + on_links, "perplexity": 24}
+    of_cells = {"train": 28 + on_links, "trace": 28 + on_links, "perplexity": 28}
     of_gradients = dict.fromkeys(("grads_collect", "grads_aggregate", "grads_validate", "grads_query"), 1)
     once = dict.fromkeys(("all", "download", "tokenizer", "shards", "summarize", "report"), 1)
     assert counts == of_cells | of_gradients | once
