@@ -70,6 +70,7 @@ def row(strategy, label, link, *, seed=0, noise=0.0, **fields):
         "compress_time_ms": 1e3 * encode or None,
         "decompress_time_ms": 1e3 * decode or None,
         "comm_time_ms_total": 1e3 * MEASURED * comm,
+        "comm_ratio": 1e3 * comm / median,
         "transfer_time_ms": 900 * comm,  # the rest is waiting
         "comm_time_ms_by_op": {name: 1e3 * MEASURED * each for name, each in by_op.items()},
         "exposed_comm_ms": 1e3 * comm,
@@ -118,6 +119,7 @@ def islands_row(label, link, op="all_gather"):
             "compression_ratio_between": smaller,
             "comm_time_ms_by_op": {name: 1e3 * MEASURED * each for name, each in times.items()},
             "comm_time_ms_total": 1e3 * MEASURED * comm,
+            "comm_ratio": comm / (COMPUTE + encode + decode + comm),
             "exposed_comm_ms": 1e3 * comm,
             "step_time_ms_p50": 1e3 * (COMPUTE + encode + decode + comm),
         }

@@ -7,14 +7,15 @@ import math
 import pytest
 from links_rows import experiment, row
 
-from gradwire.bench.report.rows.measurements import measurement_of
+from gradwire.bench.report.rows.measurements import measurement_of, of_common_seeds
 from gradwire.bench.report.rows.quality import PerplexityReference
-from gradwire.bench.report.tables.predictions import Choice, Qualities, choices
+from gradwire.bench.report.tables.predictions import Choice, Qualities, choices, compute_seconds, scaling
 from gradwire.bench.report.tables.time_to_loss import seconds_to
 from gradwire.bench.statistics.cost_model import LeftOut
 from gradwire.cli import main
 
 TARGET = "45"
+SEEDS = {"none": (0, 1, 2), "int8": (0, 2, 3), "int4": (3,)}
 
 
 def left_out(label, link, measured, predicted, seed=0):
@@ -34,7 +35,7 @@ def test_the_regret_is_that_of_the_measured_steps():
     cells = [
         left_out("none", "1gbit", 110.0, 90.0),
         left_out("int8", "1gbit", 104.0, 95.0, seed=0),
-        left_out("int8", "1gbit", 106.0, 97.0, seed=1),
+        left_out("int8", "1gbit", 10.0, 10.0, seed=1),  # the others lack that seed
         left_out("int4", "1gbit", 100.0, 96.5),  # the best, and 5 % worse in perplexity
         left_out("powersgd", "1gbit", 50.0, 60.0),  # the shortest, and too bad for any limit
         left_out("none", "100mbit", 300.0, 310.0),
@@ -43,7 +44,7 @@ def test_the_regret_is_that_of_the_measured_steps():
     known = Qualities({"none": 0.0, "int8": 0.4, "int4": 4.0, "powersgd": 30.0})
     found = choices(cells, {"ddp": known})
     assert found == [
-        Choice("ddp", "1gbit", "within 1 %", "none", "int8", pytest.approx(110 / 105 - 1)),
+        Choice("ddp", "1gbit", "within 1 %", "none", "int8", pytest.approx(110 / 104 - 1)),
         Choice("ddp", "1gbit", "within 5 %", "none", "int4", pytest.approx(0.1)),
         Choice("ddp", "1gbit", "within 20 %", "none", "int4", pytest.approx(0.1)),
         *(Choice("ddp", "100mbit", f"within {limit} %", "int8", "int8", 0.0) for limit in (1, 5, 20)),
@@ -62,12 +63,28 @@ def test_a_target_is_reached_after_dense_steps_of_the_baseline_and_own_ones():
     labels = ("none", "int8", "int4", "powersgd", "exchange")
     rows = [row("ddp", label, "1gbit") for label in labels]
     rows = [one.model_copy(update={"world_size": 2}) for one in rows]
-    found = Qualities({}, Qualities.of(rows, PerplexityReference.of("long.jsonl", runs)).runs)
+    found = Qualities({}, Qualities.of(rows, rows, PerplexityReference.of("long.jsonl", runs)).runs)
     costs = found.costs(dict(zip(labels, (0.3, 0.1, 0.08, 0.05, 0.01), strict=True)))
     assert costs == {f"ppl {TARGET}": pytest.approx({"none": 240.0, "int8": 100 * 0.3 + 740 * 0.1, "int4": 80.0})}
     faster = found.costs({"none": 0.3, "int8": 0.01, "int4": 0.08})[f"ppl {TARGET}"]
     assert min(faster, key=faster.get) == "int8"
     assert math.isclose(faster["int8"], 30 + 7.4)
+
+
+def test_no_speed_up_is_larger_than_the_number_of_ranks():
+    """A profiled step is longer than others: its computation counts as a share of it."""
+    profiled = {"step_time_ms_p50": 60.0, "compute_time_ms": 90.0, "comm_time_ms_total": 9 * 30.0, "comm_ratio": 0.25}
+    none = row("ddp", "none", "none", **profiled)
+    other = row("ddp", "none", "100mbit", **profiled | {"compute_time_ms": 120.0})
+    assert compute_seconds([none, other]) == pytest.approx(0.045), "on the fastest link, 90 of 120 ms of 60 ms"
+    assert scaling(4, 0.045, 0.06) == ("0.33", "3.00")
+    assert scaling(4, 0.045, 0.0449) == scaling(4, None, 0.06) == ("–", "–")
+
+
+def test_the_fit_takes_the_seeds_that_all_labels_have_on_a_link():
+    rows = [row("ddp", label, "1gbit", seed=seed) for label, seeds in SEEDS.items() for seed in seeds]
+    kept = {(one.compressor, one.seed) for one in of_common_seeds(rows)}
+    assert kept == {("none", 0), ("none", 2), ("int8", 0), ("int8", 2)}, "int4 has no seed of the baseline"
 
 
 def test_a_seed_that_was_not_judged_by_the_target_is_no_miss():

@@ -6,6 +6,8 @@ import csv
 import json
 import math
 import random
+import re
+import shutil
 import statistics
 
 import pytest
@@ -13,11 +15,13 @@ import torch
 
 from gradwire.base.files import write_json
 from gradwire.bench.config import Run
+from gradwire.bench.report.page.data import read
 from gradwire.bench.report.page.sections import marks
 from gradwire.bench.report.rows.checks import gates
+from gradwire.bench.report.rows.quality import PerplexityReference
 from gradwire.bench.report.rows.record import RESULT_FIELDS
-from gradwire.bench.report.rows.runs import collect
-from gradwire.bench.report.tables.cells import over_seeds
+from gradwire.bench.report.rows.runs import collect, unusable
+from gradwire.bench.report.tables.cells import cells_of
 from gradwire.bench.training.environment import environment
 from gradwire.cli import main
 from gradwire.comm.collectives.world import World
@@ -187,7 +191,7 @@ def test_statistics_over_seeds_match_the_statistics_module(results, capsys, seed
         worse = [f"{percent(statistics.mean(paired)):+.2f} %{mark}", spread(paired, "{:+.2f}", percent)]
         against = ["–", "–"] if name == "none" else worse
         own = [f"{means[name]:.2f}", f"{statistics.stdev(values):.2f}", spread(values, "{:.2f}")]
-        assert quality["fsdp2", name] == [str(seeds), *own, *against, f"{means[name] / 600:.3f}"]
+        assert quality["fsdp2", name] == [str(seeds), *own, *against, "none", f"{means[name] / 600:.3f}"]
         equal = "≠" if name == "bad" else "="
         assert sent["fsdp2", name] == [str(seeds), "1.222", "2.000", "2.500", "1.000", f"1.000 {equal}", "3.500"]
         steps = [200.0 + seed for seed in range(seeds)]
@@ -195,7 +199,7 @@ def test_statistics_over_seeds_match_the_statistics_module(results, capsys, seed
         numbers = [f"{statistics.mean(steps):.1f}", f"{statistics.stdev(steps):.1f}", spread(steps, "{:.1f}")]
         assert step["fsdp2", name] == [str(seeds), *numbers, *speed_up, "5,000"]
         assert time["fsdp2", name] == [str(seeds), "42.0", "20 %", "40.0", "150.0", "3.5", "1.2"]
-    assert quality["ddp", "none"] == ["1", "310.00", *["–"] * 4, "0.517"]
+    assert quality["ddp", "none"] == ["1", "310.00", *["–"] * 4, "none", "0.517"]
     assert sent["ddp", "none"] == ["1", "–", "–", "–", "0.000", "0.000", "3.500"], (
         "one rank sends nothing to be compared"
     )
@@ -224,8 +228,12 @@ def test_a_framework_s_bytes_have_a_sign_only_where_its_traces_have_them(results
     assert cells(capsys.readouterr().out, "Bytes")["ddp", "none"][5] == f"1.200{sign}"
     rows = collect(results.folder)
     assert [row.bytes_traced_total for row in rows] == [one and 60 * one for one in traced]
-    assert marks({"gated": False, "val_ppl": 1.0, "n": 2}, rows) == mark.removeprefix("valid")
-    found = {gate.name: gate.state for gate in gates(rows, over_seeds(rows), results.folder, shared=False)}
+    cell = {"worse_percent": 0.0, "reference": "none", "val_ppl": 1.0, "n": 2, "diverged": 0, "failed": 0}
+    assert marks(cell, rows) == mark.removeprefix("valid")
+    found = {
+        gate.name: gate.state
+        for gate in gates(rows, cells_of(rows, PerplexityReference.of("here", rows)), results.folder, shared=False)
+    }
     assert found["bytes sent, as metered or traced, are those that the formula gives"] == state
 
 
@@ -241,6 +249,42 @@ def test_a_gated_cell_does_not_head_the_table_however_fast_it_is(results, capsys
     assert [label for _, label in quality] == ["none", "int8", "new", "zero"]
     assert quality["ddp", "zero"][4] == "+1.03 % !"
     assert speed["ddp", "int8"][4] == "1.333 ×"
+
+
+def test_a_cell_that_is_timed_with_one_seed_moves_no_gate(results, capsys):
+    """On the link there is seed 0 only, whose perplexity is the lowest by far; no mean over cells takes it twice."""
+    perplexities = {"none": (237.0, 261.0, 305.0), "int8": (237.1, 261.1, 305.2), "muon": (130.0, 131.0, 133.0)}
+    perplexities["local"] = tuple(1.02 * ppl for ppl in perplexities["muon"])
+    config = {"muon": {"inner": "muon"}, "local": {"method": "onebit", "comm_optimizer": "diloco", "inner": "muon"}}
+    for label, ppls in perplexities.items():
+        fields = {"compress_config": config.get(label), "compress_method": "none" if label == "muon" else label}
+        for seed, ppl in enumerate(ppls):
+            results(Run("ddp", label, 2, "none", seed), ppl=ppl, **fields)
+        unknown = {"val_ppl": None, "val_loss": None, "quality_from": None, "steps": 9}
+        results(Run("ddp", label, 2, "20mbit", 0), step_time_ms_mean=900.0, **unknown, **fields)
+    assert main(["summarize", "--results_dir", str(results.folder)]) == 0
+    text = capsys.readouterr().out
+    against = {label: row[4:7] for (_, label), row in cells(text, "Quality").items()}
+    assert against == {
+        "none": ["–", "–", "none"],
+        "int8": ["+0.05 %", "+0.04 … +0.07", "none"],
+        "muon": ["–", "–", "muon"],
+        "local": ["+2.00 % !", "+2.00 … +2.00", "muon"],
+    }
+    made = read(results.folder)
+    assert made.cells is not None
+    table = made.cells.set_index(["compressor", "link"])
+    for label, ppls in perplexities.items():
+        for link, n in (("none", 3), ("20mbit", 1)):
+            cell = table.loc[label, link]
+            assert (cell["n"], cell["quality_n"], cell["gated"]) == (n, 3, label == "local")
+            assert cell["val_ppl"] == pytest.approx(statistics.mean(ppls))
+    states = {gate.name: gate for gate in gates(made.results, made.cells, results.folder, shared=False)}
+    assert "6 of 8 cells pass; above: ddp/local/ws2/none, ddp/local/ws2/20mbit" in (
+        gate.text for gate in states.values()
+    )
+    moved = results.folder.rename(results.folder.with_name("moved"))
+    assert read(moved).quality.rows == made.quality.rows, "of the folder that is read, not of the one that was written"
 
 
 @pytest.mark.parametrize(
@@ -280,6 +324,10 @@ def test_what_lost_machines_cost_is_a_table_of_the_cells_that_may_lose_some(resu
     main(["summarize", "--results_dir", str(results.folder), "--print_only"])
     text = capsys.readouterr().out
     assert cells(text, "Lost machines") == {("naive", "returns"): ["2", "2", "20.5", "5.2", "62 %"]}
+    assert "- Lost machines: `training s`" in text
+    shutil.rmtree(results.folder / "runs/naive/returns")
+    main(["summarize", "--results_dir", str(results.folder), "--print_only"])
+    assert "machines" not in capsys.readouterr().out
 
 
 def test_losses_that_depend_on_the_link_are_named(results, capsys):
@@ -290,6 +338,14 @@ def test_losses_that_depend_on_the_link_are_named(results, capsys):
     notes = " ".join(capsys.readouterr().out.split("## Notes")[1].split("##")[0].split())
     assert notes.startswith("- losses at every step are equal on all links: 1 of 2 - losses differ between links: ")
     assert notes.endswith("ddp/int8/ws2/seed0: 100mbit | 1gbit, none")
+    rows = [row.model_copy(update={"steps": 60 + len(row.link)}) for row in collect(results.folder)]
+    for of, said in (
+        (rows, "2 cells ran on several links, but with another number"),
+        (rows[-1:], "no cell ran on two"),
+    ):
+        assert [gate.state for gate in gates(of, None, results.folder, False) if gate.text.startswith(said)] == [
+            "not checked"
+        ]
 
 
 def test_failed_skipped_diverged_and_missing_runs_have_their_reasons(results, capsys):
@@ -332,6 +388,8 @@ def test_failed_skipped_diverged_and_missing_runs_have_their_reasons(results, ca
     assert "runs: 1 ok, 3 failed, 1 skipped, 1 diverged" in printed.out
     for name in ("oom", "lost", "left", "nan", "untraced"):
         assert f"- {rows[name]['status']}: {rows[name]['run_name']}: " in printed.out
+    titles = re.findall(r"^## (.*)", printed.out, re.MULTILINE)
+    assert titles[0] == "Failed and diverged runs" and titles[-2:] == ["Runs left out", "What the columns mean"]
     assert "left out: ddp/none/ws2/none/seed9" in printed.err
 
 
@@ -357,6 +415,8 @@ def test_an_unusable_file_is_one_failed_row(results, file, content, words):
     assert failed.status == "failed"
     assert words in failed.reason
     assert failed.steps is None
+    repaired = [path.name for path, _ in unusable(results.folder)]
+    assert repaired == ([] if words in ("schema version 9", "another run") else [file])
 
 
 def test_nothing_to_summarize_is_bad_input(tmp_path, capsys):

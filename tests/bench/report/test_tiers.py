@@ -12,6 +12,7 @@ from gradwire.base.errors import BadInput
 from gradwire.base.files import write_json
 from gradwire.bench.report.rows.quality import PerplexityReference, differences, perplexity_reference, with_quality
 from gradwire.bench.report.rows.record import Result
+from gradwire.bench.report.tables.cells import cells_of
 from gradwire.bench.report.tables.summary import summary
 from gradwire.bench.report.tables.tiers import backend_factors, ceilings, tiers
 from gradwire.cli import main
@@ -112,7 +113,7 @@ def page():
     """The summary of an experiment with links, its quality from another."""
     found = PerplexityReference.of("Q", quality_rows())
     rows, _ = with_quality(experiment(), found)
-    return summary("links", rows, tiers(rows, found))
+    return summary("links", rows, cells_of(rows, found), tiers(rows, found))
 
 
 def test_a_cell_that_is_faster_than_its_bytes_allow_is_named():
@@ -154,6 +155,18 @@ def test_the_tier_table_has_the_law_s_gains(page):
     assert cells["int4"]["tier"] == "5 %"
     assert cells["powersgd"]["fastest"] == "20"
     assert cells["none"]["speed-up"] == "–"
+
+
+def test_gains_are_of_the_seeds_of_both():
+    """Seed 1 of the baseline is slow, and int8 was not timed with it."""
+    slow = row("ddp", "none", "100mbit", seed=1)
+    slow = slow.model_copy(update={"step_time_ms_p50": 5e3, "transfer_time_ms": 4e3})
+    timed = [*experiment(("ddp",), ("100mbit",)), slow]
+    found = tables("\n" + tiers(timed, PerplexityReference.of("Q", quality_rows())))["ddp, W = 2, 100mbit"]
+    once = tables("\n" + tiers(timed[:-1], PerplexityReference.of("Q", quality_rows())))["ddp, W = 2, 100mbit"]
+    assert [one for one in found if one["compressor"] != "none"] == [one for one in once if one["compressor"] != "none"]
+    both = (5e3 + row("ddp", "none", "100mbit").step_time_ms_p50) / 2
+    assert [one["step ms"] for one in found if one["compressor"] == "none"] == [f"{both:,.1f}"]
 
 
 def test_sharded_gradients_and_parameters_count_together(page):

@@ -214,7 +214,7 @@ def test_time_steps_and_bytes_to_each_target(tmp_path):
     assert [table["60", "diloco"][name] for name in columns] == [3, "2 of 3", "4", "0.0", "0.000"]
     assert [table["40", "none"][name] for name in columns] == [2, "0 of 2", "∞", "∞", "∞"]
     assert [table["none", "diloco"][name] for name in columns[:3]] == [2, "1 of 2", "∞"]
-    text = summary("x", list(rows.values()), reached=reached)
+    text = summary("x", list(rows.values()), None, reached=reached)
     assert "## Time to target" in text and "∞" in text.split("## Time to target")[1]
 
 

@@ -36,7 +36,7 @@ def main(options: Options) -> None:
     from gradwire.bench.report.rows.record import csv_text, jsonl
     from gradwire.bench.report.rows.runs import SHARED, joined
     from gradwire.bench.report.tables.cells import cells_of
-    from gradwire.bench.report.tables.headline import Known, findings
+    from gradwire.bench.report.tables.headline import Known, findings, of_optimizers
     from gradwire.bench.report.tables.summary import summary
     from gradwire.bench.report.tables.tiers import tiers
     from gradwire.bench.report.tables.time_to_loss import cells, records
@@ -47,9 +47,12 @@ def main(options: Options) -> None:
         print(f"gradwire summarize: {note}", file=sys.stderr)
     ok = [row for row in results if row.status == "ok"]
     times = cells(results, reference)
+    lines = cells_of(results, reference) if ok else None
     known = Known(ok, reference, times, SHARED in notes)
-    answers = [f"{answer.regime}: {answer.text}" for answer in findings(cells_of(ok, reference) if ok else None, known)]
-    text = summary(folder.resolve().name, results, tiers(results, reference), notes, answers, records(times))
+    answers = [f"{answer.regime}: {answer.text}" for answer in findings(lines, known)]
+    answers += of_optimizers(ok, reference)
+    made = tiers(results, reference)
+    text = summary(folder.resolve().name, results, lines, made, notes, answers, records(times))
     if not options.print_only:
         for name, content in (
             ("results.jsonl", jsonl(results)),

@@ -200,6 +200,7 @@ class Measurement:
         inside_rate: As ``rate``, inside islands.
         interval: Steps per message. Of more than 1 only steps and bytes are measured: a profile of a few steps need not
             hold whole rounds.
+        seed: The run's seed.
     """
 
     strategy: str
@@ -218,6 +219,7 @@ class Measurement:
     islands: int = 1
     inside_rate: float = math.inf
     interval: float = 1.0
+    seed: int = 0
 
     @property
     def named_flows(self) -> dict[str, Flow]:

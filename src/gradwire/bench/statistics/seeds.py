@@ -71,17 +71,20 @@ def percents(samples: Sequence[Sequence[float]]) -> list[Estimate]:
     return [Estimate(of.n, mean, 100 * of.std, low, high) for of, (mean, low, high) in zip(logs, ends, strict=True)]
 
 
-def percent_worse(values: Mapping[int, float], baseline: Mapping[int, float]) -> list[float]:
+def percent_worse(values: Mapping[int, float], baseline: Mapping[int, float]) -> dict[int, float]:
     """Percent by which each seed's value exceeds the baseline's, for common seeds in ascending order."""
-    return [100 * (values[seed] / baseline[seed] - 1) for seed in sorted(values.keys() & baseline.keys())]
+    return {seed: 100 * (values[seed] / baseline[seed] - 1) for seed in sorted(values.keys() & baseline.keys())}
 
 
-def gated(mean: float, baseline: float) -> bool:
-    """The quality gate: whether a mean perplexity is more than 1 % above the baseline's, so that it cannot win.
+def gated(worse: float) -> bool:
+    """The quality gate: whether a mean perplexity is more than 1 % above the reference's, so that it cannot win.
 
-    An unknown perplexity (NaN) is not gated, but has not passed either.
+    An unknown difference (NaN) is not gated, but has not passed either.
+
+    Args:
+        worse: The mean difference in percent, paired by seed.
     """
-    return 100 * (mean / baseline - 1) > TOLERANCE
+    return worse > TOLERANCE
 
 
 class Paired(NamedTuple):

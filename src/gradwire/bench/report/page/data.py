@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas as pd
 import yaml
@@ -18,7 +18,7 @@ from gradwire.bench.report.page import curves
 from gradwire.bench.report.page.curves import WINDOWS
 from gradwire.bench.report.page.style import Drawing, Look, looks
 from gradwire.bench.report.rows.checks import Gate
-from gradwire.bench.report.rows.quality import PerplexityReference, reference_of
+from gradwire.bench.report.rows.quality import CellKey, PerplexityReference, Quality, qualities, reference_of
 from gradwire.bench.report.rows.record import BF16, Result, read_results
 from gradwire.bench.report.rows.runs import asked_for
 from gradwire.bench.report.tables import time_to_loss
@@ -57,12 +57,17 @@ class Data:
     @cached_property
     def cells(self) -> pd.DataFrame | None:
         """Statistics over seeds; None if no run has a result."""
-        return cells_of(self.ok, self.quality) if self.ok else None
+        return cells_of(self.results, self.quality) if self.ok else None
 
     @cached_property
     def runs(self) -> pd.DataFrame:
         """Single runs."""
-        return one_by_one(self.ok)
+        return one_by_one(self.ok, self.judged)
+
+    @cached_property
+    def judged(self) -> dict[CellKey, Quality]:
+        """The quality of each cell."""
+        return qualities(self.ok, self.quality)
 
     @cached_property
     def groups(self) -> list[Group]:
@@ -124,6 +129,29 @@ def read(results_dir: Path) -> Data:
     return Data(results_dir, rows, quality, shared, [*complaints, *doubts])
 
 
+class Failures(NamedTuple):
+    """Runs that ended alike without a result.
+
+    Attributes:
+        status: How.
+        reason: Why.
+        runs: Their names.
+    """
+
+    status: str
+    reason: str
+    runs: Sequence[str]
+
+    @classmethod
+    def of(cls, results: Iterable[Result], *statuses: str) -> list[Failures]:
+        """The runs that ended in one of these ways."""
+        runs: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
+        for row in results:
+            if row.status in statuses:
+                runs[row.status, row.reason or "no reason was given"].append(row.run_name)
+        return [cls(*why, names) for why, names in runs.items()]
+
+
 @dataclass
 class Section:
     """A part of the page.
@@ -137,11 +165,12 @@ class Section:
         absent: Why the section is empty, if it is.
         properties: Terms and their values.
         gates: Checks.
-        failures: Runs without a result.
+        failures: Runs without a result: how they ended and why, and their names.
         plots: Figures to draw.
         tables: Tables.
         notes: Further notes.
         findings: Which compressor wins in which regime.
+        asides: Sentences after the findings.
     """
 
     key: str
@@ -152,11 +181,12 @@ class Section:
     absent: str = ""
     properties: Sequence[tuple[str, str]] = ()
     gates: Sequence[Gate] = ()
-    failures: Sequence[Result] = ()
+    failures: Sequence[Failures] = ()
     plots: Sequence[Drawing] = ()
     tables: Sequence[Table] = ()
     notes: Sequence[str] = ()
     findings: Sequence[Finding] = ()
+    asides: Sequence[str] = ()
 
 
 @cache

@@ -20,6 +20,7 @@ from gradwire import __version__
 from gradwire.base.files import whole_folder, write_text, write_with
 from gradwire.bench.report.page.data import TEMPLATES, Data, Section
 from gradwire.bench.report.page.style import COLOURS, GRID, INK, MUTED, NEUTRAL, PAPER, Drawing, Plot, styled
+from gradwire.bench.report.rows.checks import SHOWN
 from gradwire.bench.report.tables.headline import question
 
 PNG: Any = {"format": "png", "dpi": 200, "pil_kwargs": {"compress_level": 1}}  # a sixth larger, sooner written
@@ -75,6 +76,7 @@ def render(data: Data, sections: Sequence[Section], figures: Mapping[str, Sequen
         question=question(data.results_dir, data.cells),
         version=__version__,
         first_level=FIRST_LEVEL,
+        shown_runs=SHOWN,
         questions=[(name, list(of)) for name, of in groupby(present, lambda section: section.question)],
         absent=[section for section in sections if section.absent],
         notes=data.notes,

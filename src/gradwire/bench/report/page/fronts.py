@@ -65,7 +65,8 @@ def plots(cost: str, cells: pd.DataFrame, runs: pd.DataFrame, looks: Mapping[str
     by_group = dict(groups(cells))
     for group in on_one_link(by_group) if cost == "bytes" else by_group:
         of_group = by_group[group]
-        known = of_group[of_group["worse_percent"].notna() & of_group[column].notna()]
+        needed = ["worse_percent", column, *(["speed_up"] if cost == "time" else [])]
+        known = of_group.dropna(subset=needed)
         if len(known) > 1 and known[column].max() > 0:  # one rank sends nothing
             seeds = runs[(runs[GROUP] == list(group)).all(axis=1)]
             yield partial(draw, cost, group, known, seeds, looks)
@@ -119,9 +120,9 @@ def _placed(label: Annotation, x: float, y: float, side: str, height: str) -> An
 def draw(cost: str, group: Group, cells: pd.DataFrame, runs: pd.DataFrame, looks: Mapping[str, Look]) -> Plot:
     """One group's front."""
     column, label = COSTS[cost]
-    figure, ax = axes(group_title(*group), label, "perplexity against none, %")
+    figure, ax = axes(group_title(*group), label, "perplexity above its optimizer's, %")
     x, y = cells[column].to_numpy(), cells["worse_percent"].to_numpy()
-    best = front(x, y)
+    best = front(-cells["speed_up"].to_numpy() if cost == "time" else x, y)  # speed-ups are paired by seed
 
     def colours(of: pd.DataFrame) -> list[str]:
         return [looks[label].colour for label in of["compressor"]]
@@ -245,8 +246,10 @@ def draw_map(cells: Sequence[Cell], looks: Mapping[str, Look]) -> Plot:
 
 
 def soonest(cells: Sequence[Cell], link: str, target: str) -> tuple[str, float] | None:
-    """The label that reaches a target first on a link, and its seconds; None if none does."""
-    times = [(cell.seconds(target), cell.compressor) for cell in cells if cell.link == link and target in cell.targets]
+    """The label that reaches a target first on a link, and its seconds, of the seeds of all; None if none does."""
+    judged = [cell for cell in cells if cell.link == link and target in cell.targets]
+    seeds = set.intersection(*({run.seed for run in cell.asked(target)} for cell in judged)) if judged else set()
+    times = [(cell.seconds(target, seeds), cell.compressor) for cell in judged]
     best = min((time for time in times if math.isfinite(time[0])), default=None)
     return None if best is None else (best[1], best[0])
 

@@ -19,12 +19,14 @@ from gradwire.base.errors import BadInput
 from gradwire.base.files import digest, read_json
 from gradwire.bench.config import BASELINE
 from gradwire.bench.report.page import curves, fronts, ranks, speed
-from gradwire.bench.report.page.data import Content, Data, Section, section
+from gradwire.bench.report.page.data import Content, Data, Failures, Section, section
 from gradwire.bench.report.page.style import Drawing, timed
 from gradwire.bench.report.rows.checks import gates, listed, privacy, validations
 from gradwire.bench.report.rows.measurements import measurement_of, unpredictable, usable
+from gradwire.bench.report.rows.quality import mean_percent_worse
 from gradwire.bench.report.rows.record import Result
 from gradwire.bench.report.tables.cells import (
+    AGAINST,
     ALL_BYTES_HINT,
     ALL_CELLS,
     COMPRESSOR,
@@ -34,24 +36,25 @@ from gradwire.bench.report.tables.cells import (
     NAMES,
     PERPLEXITY,
     SEEDS,
-    WORSE_HINT,
+    WORSE,
     Group,
     on_one_link,
 )
 from gradwire.bench.report.tables.comparison import QUANTITIES, common, differences, over_cells, table, unlike
-from gradwire.bench.report.tables.headline import Finding, against_its_optimizer, averages, place
+from gradwire.bench.report.tables.headline import Finding, of_optimizers, place
 from gradwire.bench.report.tables.summary import distinct, versions
 from gradwire.bench.report.tables.table import MISSING, Column, Table, text
 from gradwire.bench.report.tables.tiers import ceilings
 from gradwire.bench.report.tables.time_to_loss import TARGETS, records
 from gradwire.bench.statistics.cost_model import Model, leave_one_link_out
-from gradwire.bench.statistics.seeds import Estimate, percents
+from gradwire.bench.statistics.seeds import TOLERANCE, Estimate
 
 NO_RESULT = "no run has a result"
 CHOICE = (
     COMPRESSOR,
-    Column("fewer bytes", "all_bytes_ratio", "{:.1f}", " ×", hint=ALL_BYTES_HINT),
-    Column("perplexity", "worse_percent", "{:+z.1f}", " %", base=BASELINE, hint=WORSE_HINT),
+    Column("fewer bytes", "saved", "{:.1f}", " ×", hint=ALL_BYTES_HINT),
+    WORSE.titled("perplexity", form="{:+z.1f}"),
+    AGAINST,
     Column("faster", "speed_up", "{:.2f}", " ×", base=BASELINE, hint="step time of none over this one's"),
 )
 STORES = (text("run", "run"), text("check", "name"), text("result", "result"), text("detail", "detail"))
@@ -78,15 +81,21 @@ def sections(data: Data) -> Iterator[Section]:
 
 
 def headline(data: Data) -> Content:
-    """Which compressor wins in which regime, and quality over what the first number is of."""
-    if data.cells is None:
-        return NO_RESULT
-    if not data.findings:
-        return f"no compressor and {BASELINE} ran on several ranks"
+    """Runs that failed, which compressor wins in which regime, and quality over what it was chosen by."""
+    failures = Failures.of(data.results, "failed", "diverged")
+    if data.cells is None or not data.findings:
+        absent = NO_RESULT if data.cells is None else f"no compressor and {BASELINE} ran on several ranks"
+        return {"failures": failures, "notes": [f"No finding: {absent}."]} if failures else absent
     first = data.findings[0]
     broken = [gate for gate in gates(data.results, data.cells, data.results_dir, data.shared) if gate.state == "failed"]
     notes = [f"A check failed: {gate.name}: {gate.text}" for gate in broken]
-    content = {"findings": data.findings, "tables": [choice(data.cells, first)], "notes": notes}
+    content = {
+        "failures": failures,
+        "notes": notes,
+        "findings": data.findings,
+        "asides": of_optimizers(data.ok, data.quality),
+        "tables": [choice(data.cells, first)],
+    }
     drawing = next(figures_of(data, first), None)
     if drawing is None:
         return content
@@ -140,11 +149,8 @@ def validity(data: Data) -> Content:
     }
     return {
         "properties": [(name, text) for name, text in properties.items() if text],
-        "gates": [
-            *gates(results, data.cells, data.results_dir, data.shared),
-            ceilings(data.ok, data.quality),
-        ],
-        "failures": [row for row in results if row.status != "ok"],
+        "gates": [*gates(results, data.cells, data.results_dir, data.shared), ceilings(data.ok, data.quality)],
+        "failures": Failures.of(results, "skipped"),
     }
 
 
@@ -162,12 +168,9 @@ def all_cells(data: Data) -> Content:
     commands = [command(rows, data.results_dir) for rows in of_cell]
     made = Table.of("cells", "All cells", cells, ALL_CELLS).trimmed()
     notes = ["A single seed (n = 1) has no range."] if (data.cells["n"] < 2).any() else []
-    if (data.cells["quality_n"] > data.cells["n"]).any():
-        named = sorted({row.quality_from.partition(": ")[0] for row in data.ok if row.quality_from})
-        most = int(data.cells["quality_n"].max())
-        notes.append(
-            f"Perplexities against fp32 are from {', '.join(named)}, over up to {most} seeds; n counts timed runs."
-        )
+    if data.cells["borrowed"].any():
+        named = data.quality.name
+        notes.append(f"Cells that were not evaluated have the perplexities of {named}: “ppl n” counts their seeds.")
     fails = [bool(cell["gated"]) for cell in cells]
     return {"tables": [replace(made, commands=commands, fails=fails)], "notes": notes}
 
@@ -175,7 +178,8 @@ def all_cells(data: Data) -> Content:
 def marks(cell: Mapping[Any, Any], rows: Sequence[Result], shared: bool = False) -> str:
     """The marks of a cell."""
     marked = {
-        "worse than fp32 + 1 %": cell["gated"],
+        f"more than {TOLERANCE:g} % above {cell['reference']}": cell["worse_percent"] > TOLERANCE,
+        **{f"{cell[status]} {status}": cell[status] for status in ("diverged", "failed")},
         "no perplexity": pd.isna(cell["val_ppl"]),
         "one seed": cell["n"] < 2,
         "times shared": shared,
@@ -219,10 +223,10 @@ def over_ranks(data: Data) -> Content:
     """What methods cost in perplexity, over world sizes."""
     costs: defaultdict[str, defaultdict[str, dict[int, Estimate]]] = defaultdict(lambda: defaultdict(dict))
     for group in on_one_link(data.groups):
-        for row in {row.compressor: row for row in group.rows(data.ok)}.values():
-            _, worse = against_its_optimizer(row, data.quality)
-            if worse and not averages(row):
-                costs[group.strategy][row.compressor][group.world_size] = percents([worse])[0]
+        for label in dict.fromkeys(row.compressor for row in group.rows(data.ok)):
+            quality = data.judged[group.strategy, group.world_size, label, group.link]
+            if quality.worse and label != quality.reference:
+                costs[group.strategy][label][group.world_size] = quality.difference
     of_several = {
         strategy: {label: of_label for label, of_label in labels.items() if len(of_label) > 1}
         for strategy, labels in costs.items()
@@ -335,7 +339,7 @@ def winners(data: Data) -> tuple[Content, dict[str, Any]]:
     plots = []
     for strategy in dict.fromkeys(measurement.strategy for measurement in model.measurements):
         labels = [label for key, label in model.by_label if key == strategy]
-        worse = data.quality.mean_percent_worse([row for row in chosen if row.strategy == strategy])
+        worse = mean_percent_worse((row for row in chosen if row.strategy == strategy), data.ok, data.quality)
         within = [label for label in labels if worse.get(label, float("inf")) <= 1]
         plots.append(partial(speed.draw_winners, model, strategy, labels, "any perplexity", data.looks))
         if len(within) > 1:

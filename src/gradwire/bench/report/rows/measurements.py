@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ def usable(rows: Iterable[Result], path: Path) -> list[Result]:
     known = {(row.strategy, row.gradient_op) for row in chosen if interval_of(row) == 1}
     chosen = [row for row in chosen if (row.strategy, row.gradient_op) in known]
     world = max((row.world_size for row in chosen), default=0)
-    chosen = [row for row in chosen if row.world_size == world]
+    chosen = of_common_seeds([row for row in chosen if row.world_size == world])
     rates = {row.link for row in chosen if math.isfinite(link_rate(row.link))}
     if len(rates) < 2:
         measured = f"only {', '.join(rates)}" if rates else "none"
@@ -43,6 +44,21 @@ def usable(rows: Iterable[Result], path: Path) -> list[Result]:
     if lacking:
         raise BadInput(f"{path}: no cell `{BASELINE}` of {', '.join(sorted(lacking))} to compare with.")
     return chosen
+
+
+def of_common_seeds(rows: Sequence[Result]) -> list[Result]:
+    """Keep the runs of the seeds that all labels of a strategy have on a link, so that steps compare seed by seed.
+
+    A label without a seed of the baseline there is left out.
+    """
+    seeds: defaultdict[tuple[str, str], defaultdict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
+    for row in rows:
+        seeds[row.strategy, row.link][row.compressor].add(row.seed)
+    common = {}
+    for place, of_label in seeds.items():
+        base = of_label.get(BASELINE, set.union(*of_label.values()))
+        common[place] = base.intersection(*(of for of in of_label.values() if of & base))
+    return [row for row in rows if row.seed in common[row.strategy, row.link]]
 
 
 def unpredictable(row: Result, islands: int = 1) -> str | None:
@@ -96,6 +112,7 @@ def measurement_of(row: Result) -> Measurement:
         exposed=(row.exposed_comm_ms or 0.0) / 1e3,
         decode=(row.decompress_time_ms or 0.0) / 1e3,
         gradients=Flow(row.gradient_op, 0.0, 0.0),
+        seed=row.seed,
     )
     if row.islands > 1:
         return _with_islands(measurement, row, times)

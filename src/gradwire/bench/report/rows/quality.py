@@ -22,7 +22,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import itemgetter
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -31,7 +33,7 @@ from numpy.typing import NDArray
 from gradwire.base.errors import BadInput
 from gradwire.bench.config import BASELINE, Run, Targets
 from gradwire.bench.report.rows.record import OWN_QUALITY, Result, read_results
-from gradwire.bench.statistics.seeds import percent_worse, percents
+from gradwire.bench.statistics.seeds import Estimate, percent_worse, percents
 from gradwire.bench.trace import steps as steps_file
 
 PREFERRED = "ddp"  # the strategy whose perplexity others use if they have none
@@ -73,8 +75,8 @@ class PerplexityReference:
 
     @classmethod
     def of(cls, name: str, rows: Iterable[Result]) -> Self:
-        """Keep the rows that have a perplexity."""
-        return cls(name, tuple(row for row in rows if row.val_ppl is not None))
+        """Keep the rows that have a perplexity of their own training."""
+        return cls(name, tuple(row for row in rows if row.val_ppl is not None and row.own_quality))
 
     def seeds(self, row: Result, strategy: str | None = None) -> dict[int, Result]:
         """Return the runs, by seed, whose perplexity counts for the cell of ``row``.
@@ -95,26 +97,107 @@ class PerplexityReference:
             raise BadInput(f"{self.name} has {row.compressor} with another {differing} ({labelled[0].run_name})")
         present = sorted({run.strategy for run in alike})
         wanted = next(name for name in (strategy or row.strategy, PREFERRED, *present) if name in present)
+        alike.sort(key=lambda run: run.link == row.link)  # the row's own link is the last, and stays
         return {run.seed: run for run in alike if run.strategy == wanted}
 
-    def percent_worse(self, row: Result, baseline: Result) -> list[float]:
-        """Percent by which a cell's perplexity is above the baseline's, by seed; empty if one is unknown."""
-        try:
-            runs = self.seeds(row)
-            against = self.seeds(baseline, next(iter(runs.values())).strategy)
-        except BadInput:
-            return []
-        return percent_worse(*({seed: run.val_ppl or 0.0 for seed, run in of.items()} for of in (runs, against)))
+    def compared(self, runs: Mapping[int, Result]) -> Quality:
+        """Compare a cell with the same optimizer in every step, of the same strategy and world size, paired by seed.
 
-    def mean_percent_worse(self, rows: Sequence[Result]) -> dict[str, float]:
-        """Percent by which each label's mean perplexity is above that of the baseline, where both are known.
+        `BASELINE` is that cell for its optimizer. For another optimizer it is the one that the framework itself
+        reduces, with the most seeds, and of these the best.
 
         Args:
-            rows: Runs of one strategy, the baseline's among them.
+            runs: The cell's runs, by seed.
         """
-        baseline = next(row for row in rows if row.compressor == BASELINE)
-        samples = {row.compressor: self.percent_worse(row, baseline) for row in rows if row.compressor != BASELINE}
-        return {BASELINE: 0.0} | {label: percents([of])[0].mean for label, of in samples.items() if of}
+        first = next(iter(runs.values()))
+        labels = {
+            row.compressor: row
+            for row in self.rows
+            if row.averages
+            and (row.inner, row.strategy, row.world_size) == (first.inner, first.strategy, first.world_size)
+        }
+        found = []
+        for label, row in labels.items():
+            base = self.seeds(row.model_copy(update={"link": first.link}))
+            if worse := percent_worse(perplexities(runs), perplexities(base)):
+                mean = fmean(perplexities(base).values())
+                found.append(((label != BASELINE, row.hooked, -len(base), mean), Quality(runs, label, worse)))
+        return min(found, key=itemgetter(0))[1] if found else Quality(runs)
+
+
+class Quality(NamedTuple):
+    """The perplexities of a cell.
+
+    Attributes:
+        runs: The runs that they are of, by seed.
+        reference: The label that percentages are against: the same optimizer, with every step's gradients averaged as
+            they are. Empty if there is none.
+        worse: Percent above it, by seed, for the seeds of both.
+    """
+
+    runs: Mapping[int, Result] = {}
+    reference: str = ""
+    worse: Mapping[int, float] = {}
+
+    @property
+    def difference(self) -> Estimate:
+        """Percent above the reference, the mean over seeds and its spread."""
+        return percents([[*self.worse.values()]])[0]
+
+
+CellKey = tuple[str, int, str, str]  # strategy, world size, label and link
+
+
+def cell_key(row: Result) -> CellKey:
+    """The cell of a run."""
+    return row.strategy, row.world_size, row.compressor, row.link
+
+
+def qualities(rows: Iterable[Result], reference: PerplexityReference) -> dict[CellKey, Quality]:
+    """The quality of each cell: of its own runs, or of those whose perplexities count for it.
+
+    A percentage never mixes both: its two runs are of one experiment, with one seed.
+
+    Args:
+        rows: The runs with a result.
+        reference: The runs whose perplexities count for cells without their own.
+    """
+    of_cell: defaultdict[CellKey, list[Result]] = defaultdict(list)
+    for row in rows:
+        of_cell[cell_key(row)].append(row)
+    own = PerplexityReference.of("these runs", (row for cell in of_cell.values() for row in cell))
+    return {key: _quality(cell, own, reference) for key, cell in of_cell.items()}
+
+
+def _quality(cell: Sequence[Result], own: PerplexityReference, reference: PerplexityReference) -> Quality:
+    if runs := {row.seed: row for row in cell if row.val_ppl is not None and row.own_quality}:
+        return own.compared(runs)
+    try:
+        return reference.compared(reference.seeds(cell[0]))
+    except BadInput:
+        return Quality()
+
+
+def mean_percent_worse(
+    rows: Iterable[Result], ok: Sequence[Result], reference: PerplexityReference
+) -> dict[str, float]:
+    """Percent of perplexity by which each label is above the same optimizer in every step, where it is known.
+
+    The baseline is compared with itself.
+
+    Args:
+        rows: Runs of one strategy and world size.
+        ok: All runs with a result, these among them.
+        reference: The runs whose perplexities count for cells without their own.
+    """
+    judged = qualities(ok, reference)
+    of_labels = {row.compressor: judged[cell_key(row)] for row in rows}
+    return {BASELINE: 0.0} | {label: of.difference.mean for label, of in of_labels.items() if of.worse}
+
+
+def perplexities(runs: Mapping[int, Result]) -> dict[int, float]:
+    """The perplexity of each seed."""
+    return {seed: run.val_ppl for seed, run in runs.items() if run.val_ppl is not None}
 
 
 def differences(first: Result, second: Result) -> list[str]:
@@ -140,12 +223,16 @@ def reference_of(rows: Sequence[Result], path: Path) -> tuple[PerplexityReferenc
         rows: The rows of an experiment.
         path: Their file.
     """
-    sources = [row.quality_from for row in rows if row.quality_from and row.quality_from not in OWN_QUALITY]
-    named = sorted({source.partition(": ")[0] for source in sources})
+    borrowed = [row for row in rows if not row.own_quality and row.quality_from]
+    own = {row.run_name: row.val_ppl for row in rows if row.own_quality}
+    sources = {row.run_name: (row.quality_from or "").partition(": ") for row in borrowed}
+    if all(own.get(sources[row.run_name][2]) == row.val_ppl for row in borrowed):  # of the same experiment
+        return PerplexityReference.of(str(path), rows), []
+    named = sorted({name for name, _, _ in sources.values()})
     if len(named) == 1 and Path(named[0]).is_file():
         return perplexity_reference(Path(named[0]))
     doubts = [f"{name}, the source of perplexities, is missing: {path} has one seed of them" for name in named]
-    return PerplexityReference.of(str(path), rows), doubts
+    return PerplexityReference(str(path), tuple(row for row in rows if row.val_ppl is not None)), doubts
 
 
 def with_quality(results: Sequence[Result], reference: PerplexityReference) -> tuple[list[Result], list[str]]:

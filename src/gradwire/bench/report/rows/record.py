@@ -19,7 +19,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, computed_fie
 from gradwire.base.errors import BadInput, unknown
 from gradwire.base.flags import Positional
 from gradwire.base.strict import Strict
-from gradwire.bench.config import SCHEMA_VERSION, Run
+from gradwire.bench.config import BASELINE, SCHEMA_VERSION, Run
+from gradwire.comm.communication import preset
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -30,6 +31,7 @@ Count = int | None
 Number = float | None
 BF16 = "bf16-native"  # the label of the second baseline: the collective itself in bf16
 SAME_IN_EVERY_STEP = ("gradient", "onebit_adam", "demo")  # what these send after their dense steps
+ADAMW = "adamw"
 OWN_QUALITY = ("train", "perplexity")  # of the same run, so that its steps explain it
 Status = Literal["ok", "failed", "skipped", "diverged"]
 CARRIERS = {"exchange": "all_to_all", "gather": "all_gather"}  # else the framework's own collective, or torch's
@@ -197,6 +199,22 @@ class Result(Row):
         """The median step; the mean with an optimizer that does not send the same in every step."""
         same = (self.compress_config or {}).get("comm_optimizer", "gradient") in SAME_IN_EVERY_STEP
         return self.step_time_ms_p50 if same else self.step_time_ms_mean
+
+    @property
+    def inner(self) -> str:
+        """The optimizer that takes its steps."""
+        config = self.compress_config or {}
+        return str(config.get("inner") or preset(config.get("comm_optimizer")).options.get("inner") or ADAMW)
+
+    @property
+    def averages(self) -> bool:
+        """Whether it averages every step's gradients as they are."""
+        return self.compress_method == BASELINE and "comm_optimizer" not in (self.compress_config or {})
+
+    @property
+    def own_quality(self) -> bool:
+        """Whether its perplexity, if it has one, is of its own training."""
+        return self.quality_from in (None, *OWN_QUALITY)
 
     @property
     def hooked(self) -> bool:

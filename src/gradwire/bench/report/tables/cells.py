@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from statistics import fmean
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -13,17 +15,18 @@ import pandas as pd
 
 from gradwire.bench.config import BASELINE
 from gradwire.bench.report.rows.checks import machine
-from gradwire.bench.report.rows.quality import PerplexityReference
-from gradwire.bench.report.rows.record import BF16, OWN_QUALITY, Count, Number, Result
-from gradwire.bench.report.tables.table import Column, milliseconds, text
-from gradwire.bench.statistics.seeds import TOLERANCE, estimates, gated, percents
+from gradwire.bench.report.rows.quality import CellKey, PerplexityReference, Quality, cell_key, perplexities, qualities
+from gradwire.bench.report.rows.record import BF16, Count, Number, Result
+from gradwire.bench.report.tables.table import MISSING, Column, milliseconds, text
+from gradwire.bench.statistics.seeds import estimates, gated, percents
 from gradwire.comm.topology import link_rate
 
 CELL = ["strategy", "world_size", "compressor", "link"]
 GROUP = ["strategy", "world_size", "link"]
 NUMBERS = (name for name, field in Result.model_fields.items() if field.annotation in (Number, Count))
 MEASURED = [*NUMBERS, "all_bytes_ratio"]
-ESTIMATED = ["val_ppl", "worse_percent", "step_time_ms_mean", "speed_up", "speed_up_bf16", "sent_mb"]
+ESTIMATED = ["step_time_ms_mean", "speed_up", "speed_up_bf16", "sent_mb"]
+JUDGED = ["val_ppl", "worse_percent"]  # of all runs whose perplexities count for a cell
 PARTS = {"": "mean", "_n": "n", "_std": "std", "_low": "low", "_high": "high"}  # of an estimate, by column suffix
 WORSE_PERCENT = [f"worse_percent{part}" for part in PARTS]
 SIGNS = {None: "", True: " =", False: " ≠"}  # bytes against their closed form; the worst sorts last
@@ -36,8 +39,10 @@ SEEDS = Column("n", "n", "{:d}", hint="seeds")
 NAMES = (COMPRESSOR, STRATEGY, WORLD, LINK)
 SUMMARY_CELL = (STRATEGY, WORLD, COMPRESSOR, LINK, SEEDS)
 PERPLEXITY = Column("perplexity", "val_ppl", "{:,.2f}")
-WORSE_HINT = "perplexity above that of none, paired by seed"
-WORSE = Column("ppl vs fp32", "worse_percent", "{:+z.2f}", " %", base=BASELINE, hint=WORSE_HINT)
+WORSE_HINT = "perplexity above that of the same optimizer in every step, paired by seed"
+WORSE = Column("ppl", "worse_percent", "{:+z.2f}", " %", against="reference", hint=WORSE_HINT)
+AGAINST = Column("against", "reference", number=False, hint="the cell of the same optimizer in every step")
+JUDGES = Column("ppl n", "quality_n", "{:d}", hint="seeds of the perplexity", long=True)
 ALL_BYTES_HINT = "all bytes of a step, gathered parameters and flags too: float32's over those sent"
 ALL_BYTES = Column("all bytes ×", "all_bytes_ratio", "{:.2f}", hint=ALL_BYTES_HINT)
 RATIO_HINT = "gradient bytes: a float32 collective's over those sent"
@@ -52,10 +57,12 @@ SPEED_UP_BF16 = Column("speed × bf16", "speed_up_bf16", "{:.3f}", base=BF16, hi
 ALL_CELLS = (
     *NAMES,
     SEEDS,
+    JUDGES,
     replace(PERPLEXITY, long=True),
-    PERPLEXITY.spread("ppl {spread}"),
+    PERPLEXITY.spread("perplexity {spread}"),
     WORSE,
-    WORSE.spread("vs fp32 {spread}"),
+    WORSE.spread("ppl {spread}"),
+    replace(AGAINST, long=True),
     ALL_BYTES,
     RATIO,
     RATIO_BF16,
@@ -77,88 +84,91 @@ EFFICIENCY_HINT = "tokens/s per rank over those of one rank alone"
 EFFICIENCY = Column("efficiency", "efficiency_percent", "{:.1f}", " %", hint=EFFICIENCY_HINT)
 
 
-def one_by_one(ok: Sequence[Result]) -> pd.DataFrame:
+def one_by_one(ok: Sequence[Result], judged: Mapping[CellKey, Quality]) -> pd.DataFrame:
     """Return one line per run: measurements and comparisons.
 
-    ``worse_percent``: perplexity above that of the baseline with the same seed. ``speed_up``, ``speed_up_bf16``: how
-    many times shorter a step is than that of the baseline, of the cell `BF16`, on the same link and machine.
-    ``sent_mb``: megabytes of gradients that a rank sends in a step.
+    ``worse_percent``: perplexity above that of the same optimizer in every step with the same seed. ``speed_up``,
+    ``speed_up_bf16``: how many times shorter a step is than that of the baseline, of the cell `BF16`, with the same
+    seed on the same link and machine. ``sent_mb``: megabytes of gradients that a rank sends in a step.
+
+    Args:
+        ok: The runs with a result.
+        judged: The quality of their cells (`bench.report.rows.quality.qualities`).
     """
     runs = pd.DataFrame([row.model_dump(include={*CELL, "seed", *MEASURED}) for row in ok])
     runs = runs.astype(dict.fromkeys(MEASURED, float))
     runs["machine"] = [machine(row) for row in ok]
     runs["comm_ms"] = runs["comm_time_ms_total"] / runs["measured_steps"]
-    runs["over_unigram"] = runs["val_ppl"] / runs["unigram_ppl"]
     runs["sign"] = [SIGNS[row.as_computed] for row in ok]
-    quality = _baseline(runs, "val_ppl", ["strategy", "world_size", "seed"])
-    runs["worse_percent"] = 100 * (runs["val_ppl"] / quality - 1)
+    runs["worse_percent"] = [judged[cell_key(row)].worse.get(row.seed, math.nan) for row in ok]
     alike = ["strategy", "world_size", "link", "seed", "machine"]
     for name, label in (("speed_up", BASELINE), ("speed_up_bf16", BF16)):
-        runs[name] = _baseline(runs, "step_time_ms_mean", alike, label) / runs["step_time_ms_mean"]
+        means = runs[runs["compressor"] == label].groupby(alike)["step_time_ms_mean"].mean().rename("baseline")
+        runs[name] = runs[alike].join(means, on=alike)["baseline"] / runs["step_time_ms_mean"]
     runs["sent_mb"] = runs["bytes_compressed_total"] / runs["steps"] / runs["world_size"] / 1e6
     return runs
 
 
-def over_seeds(ok: Sequence[Result]) -> pd.DataFrame:
+def cells_of(results: Sequence[Result], quality: PerplexityReference) -> pd.DataFrame:
     """Return one line per strategy, world size, compressor and link: statistics over seeds, and comparisons.
 
-    Sorted by strategy and world size; then those that pass the quality gate, those without a perplexity, those that do
-    not pass; then perplexity. Numbers that no seed has are NaN.
+    Perplexities are of all seeds that count for a cell, ``quality_n`` of them; ``reference`` is what their difference
+    ``worse_percent`` is from, and ``saved``, ``saved_gradients`` are how many times fewer bytes their runs sent: all of
+    them, and gradients. A cell with a diverged run, ``diverged`` of them, does not pass the quality gate. In each
+    group gated cells are last, then by speed. Numbers that no seed has are NaN.
+
+    Args:
+        results: The rows, at least one with a result.
+        quality: The runs whose perplexities count for cells without their own.
     """
-    runs = one_by_one(ok)
+    ok = [row for row in results if row.status == "ok"]
+    judged = qualities(ok, quality)
+    runs = one_by_one(ok, judged)
     by_cell = runs.groupby(CELL)
-    cells = by_cell[[*MEASURED, "comm_ms", "over_unigram"]].mean()
-    estimated = []
-    for column in ESTIMATED:
-        samples = [sample.dropna().tolist() for _, sample in by_cell[column]]
-        parts = pd.DataFrame((percents if column == "worse_percent" else estimates)(samples), index=cells.index)
-        estimated.append(parts[[*PARTS.values()]].set_axis([f"{column}{part}" for part in PARTS], axis=1))
-    cells = pd.concat([cells.drop(columns=ESTIMATED, errors="ignore"), *estimated], axis=1)
+    cells = by_cell[[*MEASURED, "comm_ms"]].mean()
+    keys = [*cells.index]
+    of_cells = [judged[key] for key in keys]
+    samples = {column: [sample.dropna().tolist() for _, sample in by_cell[column]] for column in ESTIMATED}
+    samples["val_ppl"] = [[*perplexities(of.runs).values()] for of in of_cells]
+    estimated = {column: estimates(of) for column, of in samples.items()}
+    estimated["worse_percent"] = percents([[*of.worse.values()] for of in of_cells])
+    parts = [
+        pd.DataFrame(of, index=cells.index)[[*PARTS.values()]].set_axis([f"{name}{part}" for part in PARTS], axis=1)
+        for name, of in estimated.items()
+    ]
+    cells = pd.concat([cells.drop(columns=[*ESTIMATED, *JUDGED], errors="ignore"), *parts], axis=1)
     cells = cells.reset_index().copy()  # in few pieces: pandas warns of adding columns to many
     cells["n"] = by_cell.size().to_numpy()
+    cells["quality_n"] = [len(of.runs) for of in of_cells]
+    for saved, ratio in (("saved", "all_bytes_ratio"), ("saved_gradients", "compression_ratio")):
+        of_judged = [mean([getattr(run, ratio) for run in of.runs.values()]) for of in of_cells]
+        cells[saved] = np.where(cells["quality_n"] > 0, of_judged, cells[ratio])
+    cells["over_unigram"] = [over_unigram(of) for of in of_cells]
+    cells["reference"] = [of.reference or MISSING for of in of_cells]
+    cells["borrowed"] = [
+        any(cell_key(run) != key for run in of.runs.values()) for key, of in zip(keys, of_cells, strict=True)
+    ]
     cells["comm_percent"] = 100 * cells["comm_ratio"]
     cells["goodput_percent"] = 100 * cells["goodput"]
     cells["sign"] = by_cell["sign"].max().to_numpy()  # a cell differs if one of its runs does
-    baseline = _baseline(cells, "val_ppl", ["strategy", "world_size"])
-    cells["gated"] = [gated(*pair) for pair in zip(cells["val_ppl"], baseline, strict=True)]
+    lost = Counter((cell_key(row), row.status) for row in results)
+    cells["diverged"], cells["failed"] = ([lost[key, status] for key in keys] for status in ("diverged", "failed"))
+    cells["gated"] = cells["worse_percent"].map(gated) | (cells["diverged"] > 0)
     cells["gate"] = np.where(cells["gated"], " !", "")
-    cells["standing"] = np.where(cells["val_ppl"].isna(), 1, 2 * cells["gated"])
+    cells["standing"] = np.where(cells["gated"], 2, cells["worse_percent"].isna().astype(int))
     cells["rate"] = [-link_rate(link) for link in cells["link"]]
-    order = ["strategy", "world_size", "standing", "val_ppl", "compressor", "rate"]
-    return cells.sort_values(order, ignore_index=True)
-
-
-def _baseline(lines: pd.DataFrame, column: str, by: list[str], label: str = BASELINE) -> pd.Series[float]:
-    """Each line's baseline: the mean of ``column`` over baseline lines with the same ``by``; NaN without one."""
-    means = lines[lines["compressor"] == label].groupby(by)[column].mean()
-    return lines[by].join(means.rename("baseline"), on=by)["baseline"]
-
-
-def cells_of(ok: Sequence[Result], quality: PerplexityReference) -> pd.DataFrame:
-    """Return one line per cell, as `over_seeds`; in each group gated cells last, then by speed.
-
-    A cell with the perplexity of another experiment is compared over all seeds of that experiment; ``quality_n`` is
-    their number.
-    """
-    cells = over_seeds(ok)
-    rows: defaultdict[tuple[Hashable, ...], list[Result]] = defaultdict(list)
-    for row in ok:
-        rows[row.strategy, row.world_size, row.compressor, row.link].append(row)
-    keys = [*cells[CELL].itertuples(index=False, name=None)]
-    cells["quality_n"] = [sum(row.val_ppl is not None for row in rows[key]) for key in keys]
-    bases = {(row.strategy, row.world_size): row for row in ok if row.compressor == BASELINE}
-    for i, key in enumerate(keys):
-        row, base = rows[key][0], bases.get(key[:2])
-        if row.quality_from in (None, *OWN_QUALITY) or base is None:
-            continue
-        worse = percents([quality.percent_worse(row, base)])[0]
-        if worse.n:
-            cells.loc[i, WORSE_PERCENT] = [getattr(worse, part) for part in PARTS.values()]
-            cells.loc[i, "quality_n"] = worse.n
-            cells.loc[i, "gated"] = worse.mean > TOLERANCE
-    cells["standing"] = np.where(cells["worse_percent"].isna(), 1, 2 * cells["gated"].astype(int))
     order = ["strategy", "world_size", "rate", "standing", "step_time_ms_mean", "compressor"]
     return cells.sort_values(order, ignore_index=True)
+
+
+def over_unigram(quality: Quality) -> float:
+    """A cell's perplexity over that of a unigram model of the same text, the mean over seeds; NaN if one is unknown."""
+    return mean([(run.val_ppl or math.nan) / (run.unigram_ppl or math.nan) for run in quality.runs.values()])
+
+
+def mean(values: Sequence[float | None]) -> float:
+    """The mean; NaN if there is no value or one is unknown."""
+    return fmean(math.nan if value is None else value for value in values) if values else math.nan
 
 
 class Group(NamedTuple):

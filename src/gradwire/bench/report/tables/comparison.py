@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gradwire.bench.config import Run
-from gradwire.bench.report.rows.checks import machine
+from gradwire.bench.report.rows.checks import listed, machine
 from gradwire.bench.report.rows.record import Result
 from gradwire.bench.report.tables.cells import ALL_BYTES, NAMES, PERPLEXITY, STEP
 from gradwire.bench.report.tables.table import Column, Table, number, text
@@ -30,7 +30,8 @@ class Difference(NamedTuple):
     """One cell's difference.
 
     Attributes:
-        cell: One of its runs; the seed does not matter.
+        cell: One of its runs; its seed is 0.
+        seeds: The seeds that both have.
         first: The first experiment's mean over the seeds that both have.
         second: The second one's.
         paired: The difference, pair by pair.
@@ -38,6 +39,7 @@ class Difference(NamedTuple):
     """
 
     cell: Run
+    seeds: tuple[int, ...]
     first: float
     second: float
     paired: Paired
@@ -102,35 +104,47 @@ def same_text(first: float | None, second: float | None) -> bool:
 
 
 def differences(pairs: Pairs, quantity: Column) -> list[Difference]:
-    """Differences of the cells with positive numbers in both experiments, sorted by name."""
-    values: defaultdict[Run, list[tuple[float, float]]] = defaultdict(list)
+    """Differences of the cells with positive numbers in both experiments, sorted by name.
+
+    A perplexity that a run takes from another one is compared there.
+    """
+    values: defaultdict[Run, dict[int, tuple[float, float]]] = defaultdict(dict)
     for run, rows in sorted(pairs.items()):
         first, second = (getattr(row, quantity.field) for row in rows)
-        if first and second:
-            values[run._replace(seed=0)].append((float(first), float(second)))
-    samples = {cell: tuple(zip(*of, strict=True)) for cell, of in values.items()}
+        if first and second and (quantity != PERPLEXITY or all(row.own_quality for row in rows)):
+            values[run._replace(seed=0)][run.seed] = float(first), float(second)
+    samples = {cell: tuple(zip(*of.values(), strict=True)) for cell, of in values.items()}
     tests = {cell: paired(*of) for cell, of in samples.items()}
     corrected = adjusted([test.p for test in tests.values()])
     return [
-        Difference(cell, fmean(samples[cell][0]), fmean(samples[cell][1]), test, p)
+        Difference(cell, tuple(values[cell]), fmean(samples[cell][0]), fmean(samples[cell][1]), test, p)
         for (cell, test), p in zip(tests.items(), corrected, strict=True)
     ]
 
 
 def over_cells(quantity: Column, cells: Sequence[Difference]) -> list[str]:
-    """Describe all differences together, with a signed-rank test."""
+    """Describe the differences of all cells with the same seeds together, with a signed-rank test."""
+    by_seeds: defaultdict[tuple[int, ...], list[Difference]] = defaultdict(list)
+    for cell in cells:
+        by_seeds[cell.seeds].append(cell)
+    several = len(by_seeds) > 1
+    return [
+        _over_cells(quantity, of, f" with seed{'s' * (len(seeds) > 1)} {listed([*map(str, seeds)])}" * several)
+        for seeds, of in by_seeds.items()
+    ]
+
+
+def _over_cells(quantity: Column, cells: Sequence[Difference], seeds: str) -> str:
     from scipy.stats import wilcoxon
 
     logs = np.log1p([cell.paired.mean / 100 for cell in cells])
-    if not len(logs):
-        return []
     median = 100 * np.expm1(np.median(logs))
-    typical = f"Over {len(logs)} cells the median difference in {quantity.title} is {median:+.2f} %"
+    typical = f"Over {len(logs)} cells{seeds} the median difference in {quantity.title} is {median:+.2f} %"
     if not logs.any():
-        return [f"{quantity.title.capitalize()}: equal in all {len(logs)} cells."]
+        return f"{quantity.title.capitalize()}: equal in all {len(logs)} cells{seeds}."
     if np.count_nonzero(logs) < LEAST:
-        return [f"{typical}; too few cells differ for a test over all of them."]
-    return [f"{typical} (Wilcoxon signed-rank test over cells, two-sided: p = {wilcoxon(logs).pvalue:.2g})."]
+        return f"{typical}; too few cells differ for a test over all of them."
+    return f"{typical} (Wilcoxon signed-rank test over cells, two-sided: p = {wilcoxon(logs).pvalue:.2g})."
 
 
 def table(quantity: Column, cells: Sequence[Difference]) -> Table:

@@ -1,7 +1,9 @@
 """The headline: which compressor wins in which regime (strategy, world size, link), and what it costs.
 
-At most two sentences for each regime. What a change of the optimizer gains is not called a gain of compression: where a
-cell's steps are not the baseline's, its perplexity is given against gradients averaged with the same optimizer too.
+A sentence for each regime. A perplexity is compared with that of the same optimizer in every step, so what a change of
+the optimizer gains is not called a gain of compression: how the optimizers compare is a sentence apart.
+
+A number is claimed if several seeds support it: the perplexities of all, and the times of those that are not shared.
 """
 
 from __future__ import annotations
@@ -18,19 +20,18 @@ from gradwire.base.errors import BadInput
 from gradwire.base.files import read_json
 from gradwire.base.units import UNSHAPED, spoken
 from gradwire.bench.config import BASELINE
-from gradwire.bench.report.rows.quality import PerplexityReference
-from gradwire.bench.report.rows.record import BF16, Result
+from gradwire.bench.report.rows.quality import PerplexityReference, perplexities, qualities
+from gradwire.bench.report.rows.record import ADAMW, BF16, Result
 from gradwire.bench.report.tables.cells import WORSE_PERCENT, Group, groups
 from gradwire.bench.report.tables.table import MISSING, number, spread
-from gradwire.bench.report.tables.time_to_loss import Cell, Goal, is_perplexity
-from gradwire.bench.statistics.seeds import TOLERANCE, Estimate, percents
-from gradwire.comm.communication import preset
+from gradwire.bench.report.tables.time_to_loss import Cell, Goal, Pair, is_perplexity, paired
+from gradwire.bench.statistics.seeds import TOLERANCE, Estimate, percent_worse, percents
 from gradwire.comm.topology import between_islands
 
 COMPRESSES = 1.01  # gradient bytes: a control such as `exchange` sends as many as the baseline
 NAMED = 4  # compressors in the title
-ADAMW = "adamw"
-NAMES = {ADAMW: "AdamW", "muon": "Muon"}
+NAMES = {ADAMW: "AdamW", "muon": "Muon", "sgd": "SGD"}
+COUNTED = dict(enumerate(["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"], start=1))
 
 
 class Finding(NamedTuple):
@@ -39,9 +40,9 @@ class Finding(NamedTuple):
     Attributes:
         group: The regime.
         regime: Its name.
-        number: The number that counts most, such as ``1.31 times faster`` or ``50.3 times sooner``.
+        number: The claim, such as ``1.31 times faster`` or ``50.3 times sooner``; empty if too few seeds support it.
         text: The whole finding.
-        cost: What the number is of: ``target``, or a key of `page.fronts.COSTS`.
+        cost: What the compressor was chosen by: ``target``, or a key of `page.fronts.COSTS`.
         gain: How many times sooner or faster, at most 1 where it is not clear; 0 where nothing qualifies.
     """
 
@@ -75,7 +76,7 @@ class Known:
 
 
 def findings(cells: pd.DataFrame | None, known: Known) -> list[Finding]:
-    """The findings of all regimes with several ranks, the largest speed-up first.
+    """The findings of all regimes with several ranks: claims first, then the largest speed-up.
 
     Args:
         cells: Statistics over seeds (`bench.report.tables.cells.cells_of`).
@@ -88,7 +89,7 @@ def findings(cells: pd.DataFrame | None, known: Known) -> list[Finding]:
         for group, of_group in groups(cells)
         if group.world_size > 1 and BASELINE in set(of_group["compressor"]) and len(compressed(of_group))
     ]
-    return sorted(answers, key=lambda answer: -answer.gain)
+    return sorted(answers, key=lambda answer: (not answer.number, -answer.gain))
 
 
 def compressed(cells: pd.DataFrame) -> pd.DataFrame:
@@ -105,31 +106,58 @@ def finding(group: Group, cells: pd.DataFrame, known: Known) -> Finding:
     compressing = compressed(cells)
     valid = compressing[~compressing["gated"].astype(bool) & compressing["speed_up"].notna()]
     if valid.empty:
-        reason = f"no compressor stays within {TOLERANCE:g} % of {BASELINE}'s perplexity."
-        return Finding(group, regime, MISSING, reason)
+        return Finding(group, regime, "", none_passes(compressing))
+    if valid["worse_percent"].notna().any():
+        valid = valid[valid["worse_percent"].notna()]
     goal, verdict = None, ""
     if (soonest := sooner(group, valid, known)) is not None:
-        goal, label, seconds, reference, usual = soonest
-        best, gain, cost = valid[valid["compressor"] == label].to_dict("records")[0], usual / seconds, "target"
-        number = f"{gain:.3g} times sooner"
-        begin = f"{label} reaches {goal.named} in {seconds:,.0f} s, {reference} in {usual:,.0f} s: "
-        pace = f"steps {best['speed_up']:.2f} times as fast"
+        goal, label, pair = soonest
+        best, gain, cost = valid[valid["compressor"] == label].to_dict("records")[0], pair.gain, "target"
+        number, timed = f"{gain:.3g} times sooner", min(pair.n, best["speed_up_n"])
+        begin = f"{label} reaches {goal.named} in {pair.seconds:,.0f} s, {pair.reference} in {pair.usual:,.0f} s: "
+        pace = f"steps {best['speed_up']:.2f} times as fast as those of {BASELINE}"
     elif len(faster := valid[valid["speed_up_low"].fillna(valid["speed_up"]) > 1]):
         best, cost = _best(faster, "speed_up"), "time"
-        gain, begin = best["speed_up"], f"{best['compressor']}: "
-        number = pace = f"{gain:.2f} times faster"
+        gain, begin, timed = best["speed_up"], f"{best['compressor']}: ", best["speed_up_n"]
+        number = f"{gain:.2f} times faster"
+        pace = f"{number} than {BASELINE}"
     else:
-        best, cost = _best(valid, "all_bytes_ratio"), "bytes"
-        gain, begin = min(best["speed_up"], 1), f"{best['compressor']}: "
-        number = fewer(best["all_bytes_ratio"])
+        best, cost = _best(valid, "saved"), "bytes"
+        gain, begin, timed = min(best["speed_up"], 1), f"{best['compressor']}: ", 0
+        number = fewer(best["saved"])
         pace = f"{best['speed_up']:.2f} times the speed of {BASELINE}"
         verdict = f": {'no clear gain' if best['speed_up'] > 1 else 'no faster'}"
-    doubts = ["one seed"] * (best["n"] < 2) + ["times shared"] * known.shared
+    if cost != "bytes" and (timed < 2 or known.shared):  # its bytes need no seeds
+        number = fewer(best["saved"])
+    doubts = ["one seed"] * (best["speed_up_n"] < 2) + ["times shared"] * known.shared
     pace += f" {place(group.link)}{verdict}" + (f" ({', '.join(doubts)})" if doubts else "")
-    gradients = "" if best["strategy"] == "ddp" else f" ({best['compression_ratio']:.1f} for gradients)"
-    worse = Estimate(*(best[column] for column in (WORSE_PERCENT[1], WORSE_PERCENT[0], *WORSE_PERCENT[2:])))
-    saved = f"{fewer(best['all_bytes_ratio'])}{gradients}, {perplexity(worse)}"
-    return Finding(group, regime, number, f"{begin}{saved}, {pace}.{steps(group, best, known, goal)}", cost, gain)
+    number = number if best["worse_percent_n"] > 1 else ""
+    return Finding(
+        group, regime, number, f"{begin}{saving(best)}, {pace}{longer(group, best, goal, known)}.", cost, gain
+    )
+
+
+def none_passes(cells: pd.DataFrame) -> str:
+    """That no compressor passes the quality gate, and which is the nearest."""
+    known = cells.dropna(subset="worse_percent")
+    sentence = f"no compressor's mean perplexity is within {TOLERANCE:g} % of that of its optimizer in every step"
+    if known.empty:
+        return f"{sentence}."
+    nearest = _best(known.assign(order=-known["worse_percent"]), "order")
+    diverged = f", {nearest['diverged']} of its runs diverged" if nearest["diverged"] else ""
+    return f"{sentence}; the nearest is {nearest['compressor']}: {saving(nearest)}{diverged}."
+
+
+def saving(cell: Mapping[Any, Any]) -> str:
+    """The bytes that a cell saves, and at which perplexity."""
+    gradients = "" if cell["strategy"] == "ddp" else f" ({cell['saved_gradients']:.1f} for gradients)"
+    return f"{fewer(cell['saved'])}{gradients}, {perplexity(difference(cell), cell['reference'])}"
+
+
+def difference(cell: Mapping[Any, Any]) -> Estimate:
+    """A cell's perplexity against its reference's."""
+    mean, *others = (cell[column] for column in WORSE_PERCENT)
+    return Estimate(others[0], mean, *others[1:])
 
 
 def fewer(ratio: float) -> str:
@@ -144,14 +172,27 @@ def place(link: str) -> str:
     return f"at {spoken(link.rpartition('-')[2])}" + (" between islands" if between_islands(link) else "")
 
 
-def perplexity(difference: Estimate) -> str:
-    """A perplexity against the baseline's in words: the same within the tolerance."""
-    same = abs(difference.mean) <= TOLERANCE
-    return f"{'the same perplexity,' if same else 'perplexity'} {percent(difference)}"
+def perplexity(difference: Estimate, reference: str) -> str:
+    """A perplexity against its reference's in words."""
+    low, high = difference.low, difference.high
+    if not difference.n:
+        return "perplexity not compared"
+    if max(abs(low), abs(high)) <= TOLERANCE:
+        return f"the same perplexity as {reference}, {percent(difference)}"
+    if low <= 0 <= high:
+        return (
+            f"perplexity not distinguishable from that of {reference} with {seeds(difference.n)}, {percent(difference)}"
+        )
+    return f"perplexity {percent(difference)} against {reference}"
 
 
-def sooner(group: Group, valid: pd.DataFrame, known: Known) -> tuple[Goal, str, float, str, float] | None:
-    """The goal, the label that reaches it first, its seconds, what it is compared with, and the seconds of that.
+def seeds(n: int) -> str:
+    """A number of seeds in words."""
+    return f"{COUNTED.get(n, n)} seed{'s' * (n > 1)}"
+
+
+def sooner(group: Group, valid: pd.DataFrame, known: Known) -> tuple[Goal, str, Pair] | None:
+    """The goal, the label that reaches it the most times sooner than the label compared with, and both times.
 
     The goal is the final perplexity of a label, compared with that label; else the lowest perplexity that the baseline
     reaches. None if times are shared or no compressor is sooner.
@@ -160,68 +201,58 @@ def sooner(group: Group, valid: pd.DataFrame, known: Known) -> tuple[Goal, str, 
     targets = dict.fromkeys(target for cell in timed.values() for target in cell.targets)
     for target in sorted(targets, key=lambda target: (is_perplexity(target), len(target), target)):
         reference = BASELINE if is_perplexity(target) else target
-        times = {label: cell.seconds(target) for label, cell in timed.items()}
-        usual = times.get(reference, math.inf)
-        reached = {label: times[label] for label in valid["compressor"] if times.get(label, math.inf) < usual}
-        if reached and math.isfinite(usual):
-            label = min(reached, key=reached.__getitem__)
-            return Goal(target, group.strategy, group.world_size), label, reached[label], reference, usual
+        if reference not in timed:
+            continue
+        pairs = {
+            label: paired(timed[label], timed[reference], target) for label in valid["compressor"] if label in timed
+        }
+        reached = {label: pair for label, pair in pairs.items() if pair.gain > 1}
+        if reached:
+            label = max(reached, key=lambda label: reached[label].gain)
+            return Goal(target, group.strategy, group.world_size), label, reached[label]
     return None
 
 
 def percent(difference: Estimate) -> str:
     """A difference in percent with its spread over seeds."""
-    ends = spread(difference.n, difference.low, difference.high, "{:+.1f}")
-    within = "" if ends == MISSING else f" {ends}" if ends.startswith("[") else f" ({ends})"
-    return number(difference.mean, "{:+.1f} %") + within
+    ends = spread(difference.n, difference.low, difference.high, "{:+z.1f}").replace(MISSING, "one seed")
+    return number(difference.mean, "{:+z.1f} % ") + (ends if ends.startswith("[") else f"({ends})")
 
 
-def steps(group: Group, cell: Mapping[Any, Any], known: Known, goal: Goal | None) -> str:
-    """A sentence on what a cell costs against its own optimizer, if its steps are not the baseline's; else nothing."""
-    rows = {row.compressor: row for row in reversed(group.rows(known.rows))}
-    row = rows[cell["compressor"]]
-    optimizer, usual = inner(row), inner(rows[BASELINE])
-    if optimizer == usual:
-        return ""
-    begin = f" Its steps are {NAMES[optimizer]}'s, those of {BASELINE} {NAMES[usual]}'s: "
-    reference, worse = against_its_optimizer(row, known.quality)
-    if reference is None:
-        return f"{begin}no cell averages gradients with {NAMES[optimizer]} in every step."
-    against = f"{reference.compressor}, which averages {NAMES[optimizer]}'s gradients in every step"
-    ratio = longer(group, cell, reference, goal, known)
-    return f"{begin}against {against}, its perplexity is {percent(percents([worse])[0])}{ratio}."
+def longer(group: Group, cell: Mapping[Any, Any], goal: Goal | None, known: Known) -> str:
+    """How much longer a cell takes to the goal than its own optimizer in every step, if both were timed; else nothing.
 
-
-def against_its_optimizer(row: Result, quality: PerplexityReference) -> tuple[Result | None, list[float]]:
-    """The run that averages the gradients of every step for the same optimizer and ranks, or None.
-
-    With it, by how many percent a run's perplexity is above that one's, by seed.
+    Nothing is added for the baseline's optimizer, with which the goal's times are compared.
     """
-    for reference in quality.rows:
-        alike = averages(reference) and (inner(reference), reference.world_size) == (inner(row), row.world_size)
-        if alike and (worse := quality.percent_worse(row, reference)):
-            return reference, worse
-    return None, []
-
-
-def longer(group: Group, cell: Mapping[Any, Any], reference: Result, goal: Goal | None, known: Known) -> str:
-    """How much longer a cell takes to the goal than another label, if both were timed; else nothing."""
-    timed = known.timed(group)
-    if goal is None or reference.compressor not in timed:
+    timed, reference = known.timed(group), cell["reference"]
+    if goal is None or reference == BASELINE or reference not in timed:
         return ""
-    ratio = timed[cell["compressor"]].seconds(goal.target) / timed[reference.compressor].seconds(goal.target)
-    return f", its time {ratio:.2f} ×" if ratio > 0 else ""
+    gain = paired(timed[cell["compressor"]], timed[reference], goal.target).gain
+    return f", in {1 / gain:.2f} times the time of {reference}" if 0 < gain < math.inf else ""
 
 
-def inner(row: Result) -> str:
-    """The optimizer that takes a run's steps."""
-    config = row.compress_config or {}
-    return str(config.get("inner") or preset(config.get("comm_optimizer")).options.get("inner") or ADAMW)
+def of_optimizers(ok: Sequence[Result], quality: PerplexityReference) -> list[str]:
+    """A sentence for each optimizer other than the baseline's: how it compares when it averages every step's gradients.
 
-
-def averages(row: Result) -> bool:
-    """Whether a run averages every step's gradients as they are."""
-    return row.compress_method == BASELINE and "comm_optimizer" not in (row.compress_config or {})
+    Args:
+        ok: The runs with a result.
+        quality: The runs whose perplexities count for cells without their own.
+    """
+    judged = qualities(ok, quality)
+    runs = {(*key[:2], of.reference): of for key, of in judged.items() if of.reference == key[2]}
+    sentences = []
+    for (strategy, world_size, label), of in runs.items():
+        base = runs.get((strategy, world_size, BASELINE))
+        if base is None or label == BASELINE or world_size == 1:
+            continue
+        worse = percent_worse(perplexities(of.runs), perplexities(base.runs))
+        optimizer, usual = (next(iter(each.runs.values())).inner for each in (of, base))
+        if worse:
+            sentences.append(
+                f"{strategy}, {world_size} ranks: {NAMES[optimizer]} instead of {NAMES[usual]} in every step, "
+                f"without compression ({label}): {perplexity(percents([[*worse.values()]])[0], BASELINE)}."
+            )
+    return sentences
 
 
 def question(results_dir: Path, cells: pd.DataFrame | None) -> str:

@@ -17,7 +17,7 @@ from gradwire.base.errors import BadInput
 from gradwire.base.units import rate_text
 from gradwire.bench.config import BASELINE
 from gradwire.bench.report.rows.checks import machines
-from gradwire.bench.report.rows.quality import PerplexityReference
+from gradwire.bench.report.rows.quality import PerplexityReference, mean_percent_worse
 from gradwire.bench.report.rows.record import BF16, Result
 from gradwire.bench.report.tables.table import MISSING, markdown, number
 from gradwire.bench.report.tables.time_to_loss import seconds_to
@@ -30,18 +30,20 @@ from gradwire.bench.statistics.cost_model import (
     leave_one_link_out,
     peak_memory,
 )
-from gradwire.comm.topology import sharded_islands
+from gradwire.comm.topology import link_rate, sharded_islands
 
 BASELINES = (BASELINE, BF16)
-LIMITS = (1, 5, 20)  # percent above the perplexity of the baseline
+LIMITS = (1, 5, 20)  # percent above the perplexity of the same optimizer in every step
 TARGET = "ppl "  # what the goal of a target begins with
 RESAMPLES = 200
 
 DEFINITIONS = """\
 Each step uses the fastest way of the measured cells; `× none`, `× bf16-native`: how many times shorter than theirs.
-`N/(1+α)`: the speed-up over one rank, where α is the time of a step outside computation over that of computation.
-`ppl`: measured perplexity against that of `none`; winners are named within 1, 5 and 20 % of it, and for each target
-perplexity of the measured runs the label that reaches it soonest, in as many steps as they took; labels with
+`N/(1+α)`: the speed-up over one rank, where α is the time of a step outside computation over that of computation;
+none where the step is shorter than the measured computation, which is not that of this step then.
+`ppl`: measured perplexity above that of the same optimizer in every step, paired by seed (`none` for AdamW); winners
+are named within 1, 5 and 20 % of it, and for each target perplexity of the measured runs the label that reaches it
+soonest, in as many steps as they took; labels with
 `freeze_step` or `dense_rounds` have no such time, as their steps differ. A crossover is the
 bandwidth below which a label's step is shorter, with the 95 % interval of a bootstrap of the fit's residuals. Assumed:
 hosts as fast as the measured ones, equal computation on every rank, and one call per collective and step, or per round
@@ -76,7 +78,7 @@ class Qualities:
     """The known quality of a strategy's labels.
 
     Args:
-        worse: Percent above the baseline's perplexity, by label.
+        worse: Percent of perplexity above the same optimizer in every step, by label.
         runs: The runs with targets, by target and label, one for each seed.
     """
 
@@ -84,8 +86,14 @@ class Qualities:
     runs: Mapping[str, Mapping[str, Sequence[Result]]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, rows: Sequence[Result], reference: PerplexityReference) -> Qualities:
-        """The qualities of a strategy's rows, with the targets of all seeds of the runs whose perplexities count."""
+    def of(cls, rows: Sequence[Result], ok: Sequence[Result], reference: PerplexityReference) -> Qualities:
+        """The qualities of a strategy's rows, with the targets of all seeds of the runs whose perplexities count.
+
+        Args:
+            rows: The rows.
+            ok: All rows with a result, these among them.
+            reference: The runs whose perplexities count.
+        """
         runs: defaultdict[str, dict[str, Sequence[Result]]] = defaultdict(dict)
         for row in {row.compressor: row for row in rows}.values():
             try:
@@ -94,7 +102,7 @@ class Qualities:
                 continue  # without a perplexity
             for target in dict.fromkeys(name for run in seeds for name in run.steps_to_target or {}):
                 runs[target][row.compressor] = seeds
-        return cls(reference.mean_percent_worse(rows), runs)
+        return cls(mean_percent_worse(rows, ok, reference), runs)
 
     def costs(self, steps: Mapping[str, float]) -> dict[str, dict[str, float]]:
         """By goal, what each label costs that can reach it: its step, or its time to a target.
@@ -141,7 +149,7 @@ def predictions(
     known = {}
     for strategy in dict.fromkeys(measurement.strategy for measurement in model.measurements):
         finished = [row for row in rows if row.strategy == strategy and row.status == "ok"]
-        known[strategy] = Qualities.of([row for row in chosen if row.strategy == strategy], reference)
+        known[strategy] = Qualities.of([row for row in chosen if row.strategy == strategy], finished, reference)
         parts += steps(model, strategy, finished, known[strategy], place, memory)
         parts += crossovers([model, *resampled], strategy, place)
     left_out = leave_one_link_out(model.measurements)
@@ -173,7 +181,7 @@ def steps(
     for label in ordered:
         algorithm, step, communication = predicted[label]
         gains = [f"{predicted[base].step / step:.3f}" if base in predicted else MISSING for base in BASELINES]
-        speed_up = MISSING if compute is None else f"{place.world * compute / step:,.2f}"
+        _, speed_up = scaling(place.world, compute, step)
         worse = number(quality.worse.get(label), "{:+.1f} %")
         line = [label, algorithm, f"{1e3 * step:,.1f}", f"{1e3 * communication:,.1f}", *gains, speed_up, worse]
         lines.append([*line, memory_text(rows, label, place)] if memory else line)
@@ -250,10 +258,7 @@ def errors(left_out: Sequence[LeftOut], rows: Sequence[Result]) -> list[str]:
         for times, error in zip(pairs, prediction.errors, strict=True):
             line += [number(None if time is None else 1e3 * time, "{:,.1f}") for time in times]
             line.append(number(100 * error, "{:+.0f} %"))
-        alphas = MISSING, MISSING
-        if compute is not None:
-            alphas = f"{cell.step / compute - 1:.2f}", f"{cell.world * compute / cell.step:.2f}"
-        lines.append([*line, *alphas])
+        lines.append([*line, *scaling(cell.world, compute, cell.step)])
     step, communication = (_median(abs(prediction.errors[i]) for prediction in left_out) for i in (0, 1))
     headers = ["strategy", "compressor", "link", "step ms", "predicted", "off", "comm ms", "predicted", "off"]
     return [
@@ -300,7 +305,10 @@ def choices(left_out: Sequence[LeftOut], known: Mapping[str, Qualities]) -> list
     for run in left_out:
         cells[run.measurement.strategy, run.measurement.link][run.measurement.label].append(run)
     made = []
-    for (strategy, link), by_label in cells.items():
+    for (strategy, link), of_link in cells.items():
+        seeds = set.intersection(*({run.measurement.seed for run in runs} for runs in of_link.values()))
+        pairs = {label: [run for run in runs if run.measurement.seed in seeds] for label, runs in of_link.items()}
+        by_label = {label: runs for label, runs in pairs.items() if runs}
         costs = known[strategy].costs
         predicted = costs({label: fmean(run.step for run in runs) for label, runs in by_label.items()})
         measured = costs({label: fmean(run.measurement.step for run in runs) for label, runs in by_label.items()})
@@ -326,12 +334,31 @@ def regret(made: Sequence[Choice]) -> list[str]:
 
 
 def compute_seconds(rows: Iterable[Result]) -> float | None:
-    """Seconds of computation in a step: the step of `none` at W = 1, else its profiled computation."""
+    """Seconds of computation in a step: the step of `none` at W = 1, else its computation on the fastest link.
+
+    A profiled step is longer than others, so its computation counts as a share of it.
+    """
     baseline = [row for row in rows if row.compressor == BASELINE and row.status == "ok"]
     alone = [row.step_time_ms_p50 for row in baseline if row.world_size == 1 and row.step_time_ms_p50 is not None]
-    profiled = [row.compute_time_ms for row in baseline if row.compute_time_ms is not None]
+    fastest = max((link_rate(row.link) for row in baseline), default=math.inf)
+    profiled = [computation for row in baseline if link_rate(row.link) == fastest and (computation := computed(row))]
     known = alone or profiled
     return fmean(known) / 1e3 if known else None
+
+
+def computed(row: Result) -> float | None:
+    """Milliseconds of computation in a typical step, by its share of the profiled steps; None if it is unknown."""
+    if not (row.comm_time_ms_total and row.comm_ratio and row.measured_steps):
+        return None
+    profiled = row.comm_time_ms_total / row.measured_steps / row.comm_ratio
+    return (row.compute_time_ms or math.nan) / profiled * (row.step_time_ms_p50 or math.nan)
+
+
+def scaling(world: int, compute: float | None, step: float) -> tuple[str, str]:
+    """α and N/(1+α) of a step; neither if its computation is unknown, or longer than the step."""
+    if compute is None or not compute <= step:
+        return MISSING, MISSING
+    return f"{step / compute - 1:.2f}", f"{world * compute / step:,.2f}"
 
 
 def memory_text(rows: Iterable[Result], label: str, place: Place) -> str:

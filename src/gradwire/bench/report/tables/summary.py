@@ -12,31 +12,44 @@ from gradwire.bench.config import BASELINE
 from gradwire.bench.report.rows.checks import fallbacks, losses_over_links, machines, privacy
 from gradwire.bench.report.rows.record import Result, Status
 from gradwire.bench.report.tables.cells import (
+    AGAINST,
     ALL_BYTES,
     CELL,
     LOST_MACHINES,
     PERPLEXITY,
     RATIO,
+    SEEDS,
     SPEED_UP,
     STEP,
     SUMMARY_CELL,
     TOKENS,
     WORSE,
-    over_seeds,
 )
-from gradwire.bench.report.tables.table import MISSING, SPREAD, Column, markdown_of, megabytes, milliseconds, number
+from gradwire.bench.report.tables.table import (
+    MISSING,
+    SPREAD,
+    Column,
+    Table,
+    markdown_of,
+    megabytes,
+    milliseconds,
+    number,
+)
 from gradwire.bench.report.tables.time_to_loss import TARGETS
+from gradwire.bench.statistics.seeds import TOLERANCE
 
 STATUSES = get_args(Status)
 WIDTH = 138
 
 QUALITY = (
-    *SUMMARY_CELL,
+    *SUMMARY_CELL[:-1],
+    SEEDS.titled("n", field="quality_n"),
     PERPLEXITY.titled("val ppl"),
     PERPLEXITY.titled("sd", field="val_ppl_std"),
     PERPLEXITY.spread("{spread}"),
-    WORSE.titled(f"vs {BASELINE}", mark="gate"),
+    WORSE.titled("differs by", mark="gate"),
     WORSE.spread("{spread} of it"),
+    AGAINST.titled("from"),
     Column("× unigram", "over_unigram", "{:.3f}"),
 )
 SENT = (
@@ -71,30 +84,42 @@ TIME_TO_TARGET = (
     "Medians over seeds until the first evaluation that is as good; ∞: more than half of the seeds never are."
 )
 
-DEFINITIONS = f"""\
+SEEDS_TERMS = f"""\
 - n seeds; sd: sample standard deviation over them; range or 95 % interval of the column before it:
-  {SPREAD}.
-- `vs {BASELINE}`: against `{BASELINE}` (fp32, the framework's own reduction) with the same strategy and world size W,
-  paired by seed: perplexity in percent, step time as a speed-up (on the same link and machine only). `!` marks a mean
-  perplexity more than 1 % above that of `{BASELINE}`: such a cell is listed below all others, however fast it is.
-  `× unigram`: perplexity over that of a model that knows only how often each token occurs.
+  {SPREAD}."""
+
+TERMS = {  # by section: the meaning of its columns
+    "Quality": f"""\
+- Perplexity `differs by`: in percent, from the cell with the same optimizer whose gradients are averaged in every step
+  as they are, paired by seed: `{BASELINE}` for AdamW (fp32, the framework's own reduction). `!` marks a mean more than
+  {TOLERANCE:g} % above it, and a cell of which a run diverged: such a cell is listed below all others, however fast it
+  is. `× unigram`: perplexity over that of a model that knows only how often each token occurs. A cell on a link that
+  was not evaluated has the perplexity of the same cell without the link, and no line.""",
+    "Bytes": """\
 - `all bytes ×`: how many times fewer bytes a run sends than with float32: gradients, the parameters that FSDP gathers
   and the flags of each step. The other columns are of gradient reduction, summed over ranks and all steps:
   `gradients ×` is against a bandwidth-optimal float32 collective, `steady` that after the dense steps;
   `MB closed form` is what the formula says: `=` what was measured is equal to the byte, `≠` it is not, no sign:
   nothing was measured. A reducer's messages are metered; where the framework reduces, `MB sent` is the formula's, and
   the sign is of the profiled steps, by their traces.
-  `MB parameters`: what FSDP's gathers of parameters send, by formula unless `param_compress` encodes them.
-- Step time and tokens/s leave out warm-up and profiled steps. The other times are of the mean profiled step:
-  `comm` is the union of all collectives (parameters, control and waiting for other ranks included), `share` its part
-  of the step, `exposed` what no computation of the same rank covers. Two ops may run at once.
+  `MB parameters`: what FSDP's gathers of parameters send, by formula unless `param_compress` encodes them.""",
+    "Step time": f"""\
+- Step time and tokens/s leave out warm-up and profiled steps. `vs {BASELINE}`: the step time of `{BASELINE}` over this
+  one's, with the same strategy and world size W on the same link and machine, paired by seed.""",
+    "Where a step's time goes": """\
+- These times are of the mean profiled step: `comm` is the union of all collectives (parameters, control and waiting
+  for other ranks included), `share` its part of the step, `exposed` what no computation of the same rank covers. Two
+  ops may run at once.""",
+    "Lost machines": """\
 - Lost machines: `training s` are from the first step to the last one, `stalled s` those of them in which no group of
-  ranks trained, `goodput` the share of all groups' time that went into steps which a mean counts."""
+  ranks trained, `goodput` the share of all groups' time that went into steps which a mean counts.""",
+}
 
 
 def summary(
     name: str,
     results: Sequence[Result],
+    cells: pd.DataFrame | None,
     tiers: str = "",
     notes: Sequence[str] = (),
     answers: Sequence[str] = (),
@@ -105,6 +130,7 @@ def summary(
     Args:
         name: The experiment's name.
         results: Its rows, at least one.
+        cells: Statistics over seeds (`bench.report.tables.cells.cells_of`); None if no run has a result.
         tiers: Sections on quality tiers and links, if any.
         notes: Further notes.
         answers: Which compressor wins in which regime (`bench.report.tables.headline`).
@@ -113,18 +139,20 @@ def summary(
     Returns:
         Markdown of at most about 140 columns, with a line break at the end.
     """
-    parts = [f"# {name}\n\n{header(results)}"]
+    parts, titles = [f"# {name}\n\n{header(results)}"], set()
 
     def add(title: str, text: str) -> None:
         if text:
             parts.append(f"## {title}\n\n{text}")
+            titles.add(title)
 
     ok = [row for row in results if row.status == "ok"]
-    if ok:
-        cells = over_seeds(ok)
+    lost = [row for row in results if row.status in ("failed", "diverged")]
+    add("Failed and diverged runs", items(map(ending, lost)))
+    if cells is not None:
         by_speed = cells.sort_values(["strategy", "world_size", "rate", "standing", "step_time_ms_mean"])
         add("In short", items(answers))
-        add("Quality", _table(cells, QUALITY))
+        add("Quality", _table(by_quality(cells), QUALITY))
         add("Bytes", _table(cells, SENT))
         add("Step time", _table(by_speed, STEPS))
         add("Where a step's time goes", _table(by_speed, TIMES))
@@ -133,11 +161,23 @@ def summary(
         parts += [tiers] if tiers else []
     add("Time to target", f"{markdown_of(reached, TARGETS)}\n\n{TIME_TO_TARGET}" if reached else "")
     add("Notes", items([*machines(ok), *losses_over_links(ok), *fallbacks(ok), *notes]))
-    failed = [row for row in results if row.status != "ok"]
-    reasons = (f"{row.status}: {row.run_name}: {row.reason or 'no reason was given'}" for row in failed)
-    add("Runs without a result", items(reasons))
-    add("What the columns mean", DEFINITIONS)
+    add("Runs left out", items(ending(row) for row in results if row.status == "skipped"))
+    terms = [text for title, text in TERMS.items() if title in titles]
+    add("What the columns mean", "\n".join([SEEDS_TERMS, *terms]) if terms else "")
     return "\n\n".join(parts) + "\n"
+
+
+def ending(row: Result) -> str:
+    """How a run without a result ended, and why."""
+    return f"{row.status}: {row.run_name}: {row.reason or 'no reason was given'}"
+
+
+def by_quality(cells: pd.DataFrame) -> pd.DataFrame:
+    """The cells with a perplexity of their own training, else one cell of each label, the best of each group first."""
+    cell = ["strategy", "world_size", "compressor"]
+    first = cells.sort_values(["borrowed", "rate"])
+    shown = first[~first["borrowed"] | ~first.duplicated(cell)]
+    return shown.sort_values(["strategy", "world_size", "standing", "val_ppl", "compressor", "rate"])
 
 
 def header(results: Sequence[Result]) -> str:
@@ -204,7 +244,10 @@ def versions(row: Result) -> str:
 
 
 def _table(cells: pd.DataFrame, columns: Sequence[Column]) -> str:
-    return "" if cells.empty else markdown_of(cells.to_dict("records"), columns)
+    """A table of cells; empty if it has no number."""
+    made = Table.of("", "", cells.to_dict("records"), columns)
+    measured = any(entry.text != MISSING for row in made.rows for entry in row[len(SUMMARY_CELL) :])
+    return made.markdown() if measured else ""
 
 
 def _device(row: Result) -> str:

@@ -133,6 +133,7 @@ class Column:
         unit: Text after each number.
         per: Divisor of the numbers.
         base: The compressor that others are compared with; it has a dash.
+        against: The field of a record that has this compressor, if it is not the same for all.
         mark: The field whose text follows each entry, if any.
         ends: Whether it shows the spread over seeds, sorted by its lower end, instead of the value.
         number: Whether its entries are aligned to the right.
@@ -146,6 +147,7 @@ class Column:
     unit: str = ""
     per: float = 1
     base: str = ""
+    against: str = ""
     mark: str = ""
     ends: bool = False
     number: bool = True
@@ -170,7 +172,8 @@ class Column:
 
     def entry(self, record: Record) -> Entry:
         """The record's entry; a dash if its number is None or NaN."""
-        if self.base and record["compressor"] == self.base:
+        base = record[self.against] if self.against else self.base
+        if base and record["compressor"] == base:
             return Entry(MISSING)
         if self.ends:
             n, low, high = (record[f"{self.field}_{end}"] for end in ("n", "low", "high"))

@@ -18,7 +18,7 @@ import numpy as np
 from gradwire.base.units import UNSHAPED
 from gradwire.bench.config import BASELINE
 from gradwire.bench.report.rows.checks import Gate, listed, machine
-from gradwire.bench.report.rows.quality import PerplexityReference
+from gradwire.bench.report.rows.quality import PerplexityReference, Quality, cell_key, qualities
 from gradwire.bench.report.rows.record import Result
 from gradwire.bench.report.tables.cells import COMPRESSOR, LINK, SEEDS, STRATEGY, WORLD, WORSE
 from gradwire.bench.report.tables.table import (
@@ -31,7 +31,7 @@ from gradwire.bench.report.tables.table import (
     spread,
     text,
 )
-from gradwire.bench.statistics.seeds import Estimate, percents
+from gradwire.bench.statistics.seeds import Estimate
 from gradwire.comm.topology import between_islands, link_rate
 
 TIERS = (1, 5, 20)  # percent of perplexity above that of fp32
@@ -68,12 +68,13 @@ INTERFACES = (
 CABLES = (STRATEGY, WORLD, Column("islands", "islands", "{:d}"), COMPRESSOR, LINK, SEED, *SEEN)
 
 TIER_DEFINITIONS = f"""\
-Fastest first. `ppl`: perplexity against that of `{BASELINE}` (fp32), paired by seed, the mean over n seeds:
-{SPREAD}.
+Fastest first. `ppl`: perplexity above that of the same optimizer in every step (`{BASELINE}` for AdamW), paired by
+seed, the mean over n seeds: {SPREAD}.
 `tier`: the tightest of {", ".join(map(str, TIERS))} % that the mean is within, `fastest`: those in which it is the
 fastest. `step ms`: the median. `transfer ms`: communication per step without waiting for late ranks.
-Against the cell `{BASELINE}`: `×`, how many times shorter the transfer is; `bytes ×`, how many times fewer bytes are
-sent (gradients and parameters, after the dense steps); `÷`, the first over the second; `speed-up` of the step;
+Against the cell `{BASELINE}`, of the seeds of both: `×`, how many times shorter the transfer is; `bytes ×`, how many
+times fewer bytes are sent (gradients and parameters, after the dense steps); `÷`, the first over the second;
+`speed-up` of the step;
 `ceiling` is Amdahl's, (1 + m) / (1 + m / r) with m = transfer ÷ compute of `{BASELINE}` and r = `bytes ×`; `of it`,
 the share reached."""
 
@@ -100,8 +101,8 @@ class Gain:
         transfer: Milliseconds of communication per step without waiting, the mean over seeds.
         compute: Milliseconds of computation per step, the mean over seeds.
         ratio: Float32 bytes over sent ones, gradients and parameters, after the dense steps.
-        worse: Perplexity in percent above the baseline's.
-        baseline: The baseline; None for itself.
+        quality: Its perplexities.
+        baseline: The baseline with the same seeds; None for itself.
     """
 
     row: Result
@@ -109,11 +110,11 @@ class Gain:
     transfer: float
     compute: float
     ratio: float
-    worse: Estimate
+    quality: Quality
     baseline: Gain | None = None
 
     @classmethod
-    def of(cls, runs: Sequence[Result]) -> Gain:
+    def of(cls, runs: Sequence[Result], quality: Quality) -> Gain:
         """Average runs that differ only in their seed."""
         return cls(
             runs[0],
@@ -121,8 +122,27 @@ class Gain:
             transfer=mean(row.transfer_time_ms for row in runs),
             compute=mean(row.compute_time_ms for row in runs),
             ratio=byte_ratio(runs[0]),
-            worse=Estimate(0),
+            quality=quality,
         )
+
+    @classmethod
+    def paired(cls, runs: Sequence[Result], baseline: Sequence[Result], quality: Quality) -> Gain | None:
+        """Compare runs with the baseline's, of the seeds of both; None without one."""
+        seeds = {row.seed for row in runs} & {row.seed for row in baseline}
+        if not seeds:
+            return None
+        cell, base = (cls.of([row for row in rows if row.seed in seeds], quality) for rows in (runs, baseline))
+        return replace(cell, baseline=base)
+
+    @property
+    def worse(self) -> Estimate:
+        """Percent of perplexity above the same optimizer in every step."""
+        return self.quality.difference
+
+    @property
+    def speed_up(self) -> float:
+        """The baseline's step over this one's."""
+        return quotient((self.baseline or self).step, self.step)
 
     def record(self, fastest: Sequence[int]) -> dict[str, Any]:
         """The row of a tier table, keyed by column fields.
@@ -133,19 +153,20 @@ class Gain:
         base, worse = self.baseline or self, self.worse
         ends = spread(worse.n, worse.low, worse.high, "{:+.1f}")
         shorter, fewer = quotient(base.transfer, self.transfer), quotient(self.ratio, base.ratio)
-        speed_up, m = quotient(base.step, self.step), quotient(base.transfer, base.compute)
+        m = quotient(base.transfer, base.compute)
         ceiling = (1 + m) / (1 + quotient(m, fewer))  # Amdahl: communication as much shorter as the bytes are fewer
         return {
             "compressor": self.row.compressor,
+            "reference": self.quality.reference,
             "n": worse.n or None,
             "worse_percent": worse.mean,
             "ends": f", {ends}" if ends != MISSING else "",
             "tier": next((limit for limit in TIERS if worse.mean <= limit), None),
             "fastest": ", ".join(map(str, fastest)),
             "step": self.step,
-            "speed_up": speed_up,
+            "speed_up": self.speed_up,
             "ceiling": ceiling,
-            "of_ceiling": 100 * quotient(speed_up, ceiling),
+            "of_ceiling": 100 * quotient(self.speed_up, ceiling),
             "transfer": self.transfer,
             "shorter": shorter,
             "fewer": fewer,
@@ -166,22 +187,23 @@ def tiers(results: Sequence[Result], quality: PerplexityReference) -> str:
     return "\n\n".join(parts)
 
 
-def gains(ok: Iterable[Result], quality: PerplexityReference) -> dict[Place, list[Gain]]:
+def gains(ok: Sequence[Result], quality: PerplexityReference) -> dict[Place, list[Gain]]:
     """The timed cells on each shaped link, if they have a baseline; fast links and fast cells first."""
     runs: defaultdict[Place, defaultdict[str, list[Result]]] = defaultdict(lambda: defaultdict(list))
     for row in ok:
         if row.link != UNSHAPED and row.typical_step_ms is not None:
             runs[row.strategy, row.world_size, row.link, machine(row)][row.compressor].append(row)
+    judged = qualities(ok, quality)
     ordered = sorted(runs.items(), key=lambda item: (*item[0][:2], -link_rate(item[0][2])))
     timed = {
-        place: {label: Gain.of(of) for label, of in cells.items()} for place, cells in ordered if BASELINE in cells
+        place: [Gain.paired(of, cells[BASELINE], judged[cell_key(of[0])]) for of in cells.values()]
+        for place, cells in ordered
+        if BASELINE in cells
     }
-    pairs = [(place, cell, cells[BASELINE]) for place, cells in timed.items() for cell in cells.values()]
-    estimates = percents([quality.percent_worse(cell.row, base.row) for _, cell, base in pairs])
-    cells_of: defaultdict[Place, list[Gain]] = defaultdict(list)
-    for (place, cell, base), worse in zip(pairs, estimates, strict=True):
-        cells_of[place].append(replace(cell, worse=worse, baseline=base))
-    return {place: sorted(cells, key=lambda cell: cell.step) for place, cells in cells_of.items()}
+    return {
+        place: sorted((cell for cell in cells if cell is not None), key=lambda cell: -cell.speed_up)
+        for place, cells in timed.items()
+    }
 
 
 def section(place: Place, cells: Sequence[Gain]) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -86,11 +86,17 @@ class Cell(NamedTuple):
         """The runs that have the target: one that is a label has it for the seeds of that label."""
         return [run for run in self.runs if target in (run.steps_to_target or {})]
 
-    def seconds(self, target: str) -> float:
-        """Seconds to a target, the median over seeds that have it; infinite for a miss, NaN if it is unknown."""
+    def seconds(self, target: str, seeds: Container[int] | None = None) -> float:
+        """Seconds to a target, the median over seeds that have it; infinite for a miss, NaN if it is unknown.
+
+        Args:
+            target: Its name.
+            seeds: The seeds that count; by default all.
+        """
+        runs = [run for run in self.asked(target) if seeds is None or run.seed in seeds]
         if not self.composed:
-            return _of_runs(self.asked(target), "time_to_target_s", target)
-        return math.nan if self.step is None else seconds_to(target, self.runs, self.step, self.dense)
+            return _of_runs(runs, "time_to_target_s", target)
+        return math.nan if self.step is None else seconds_to(target, runs, self.step, self.dense)
 
     def end(self) -> tuple[float, float]:
         """Seconds of whole runs and their final perplexity, medians over seeds; NaN if one is unknown."""
@@ -99,6 +105,26 @@ class Cell(NamedTuple):
         else:
             whole = [(run.steps or math.nan) * (run.step_time_ms_mean or math.nan) / 1e3 for run in self.runs]
         return _middle(whole), _middle(run.val_ppl for run in self.runs)
+
+
+class Pair(NamedTuple):
+    """The seconds of two cells to one target, medians over the ``n`` seeds of both."""
+
+    reference: str
+    n: int
+    seconds: float
+    usual: float
+
+    @property
+    def gain(self) -> float:
+        """How many times sooner than the reference; NaN if it misses the target or a time is unknown."""
+        return self.usual / self.seconds if math.isfinite(self.usual) and self.seconds else math.nan
+
+
+def paired(cell: Cell, reference: Cell, target: str) -> Pair:
+    """The times of a cell and of the one that it is compared with, of the seeds of both."""
+    seeds = set.intersection(*({run.seed for run in each.asked(target)} for each in (cell, reference)))
+    return Pair(reference.compressor, len(seeds), *(each.seconds(target, seeds) for each in (cell, reference)))
 
 
 def seconds_to(target: str, runs: Sequence[Result], step: float, dense_step: float | None) -> float:
