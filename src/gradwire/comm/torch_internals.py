@@ -188,8 +188,8 @@ def join_runs(model: DistributedDataParallel) -> bool:
 
 
 def has_comm_hook(model: DistributedDataParallel) -> bool:
-    """Whether a communication hook is registered."""
-    return bool(model._comm_hooks)
+    """Whether a communication hook is registered; a copy of a model names those of the model in vain."""
+    return model._get_ddp_logging_data().get("comm_hook") is not None
 
 
 # --- FullyShardedDataParallel (FSDP1) ---

@@ -33,6 +33,11 @@ def rank_in(group: Group) -> int:
     return dist.get_rank() if group is None else group.rank()
 
 
+def ranks_of(group: Group) -> list[int]:
+    """Return the ranks of a group by their numbers in the default group."""
+    return dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
+
+
 def nbytes(x: Tensor) -> int:
     """Return the size of a tensor's elements in bytes."""
     return x.numel() * x.element_size()
@@ -65,7 +70,7 @@ def called(meter: Meter, op: str, purpose: str, sent: int = 0, **span: Any) -> I
                 raise
             raise RunFault(
                 f"{op} ({purpose}) timed out: another rank is gone, or does not make the same calls. Every rank "
-                f"reduces the same gradients in the same order, and every rank calls finish() once per optimizer step."
+                f"reduces the same gradients in the same order, and takes as many optimizer steps as the others."
             ) from error
 
 

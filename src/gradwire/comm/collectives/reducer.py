@@ -653,10 +653,11 @@ class Reducer:
         if None in models:
             which = "" if len(models) == 1 else f" of {models.count(None)} of the {len(models)} models of this reducer"
             raise RunFault(
-                f"finish() of optimizer step {self.step + 1}, but no gradient{which} was reduced since the step "
-                f"before: call it once per optimizer step, after a backward pass through the model that has the "
-                f"reducer (not through a copy or its inner module), outside of no_sync, and wrap a model again after "
-                f"converting it. Models that take their steps in turn need a reducer each.",
+                f"optimizer step {self.step + 1} ends, but no gradient{which} was reduced since the step before: end "
+                f"a step once, by step() of an optimizer that compress_gradients was given or by finish(), after a "
+                f"backward pass through the model that has the reducer (not through a copy or its inner module), "
+                f"outside of no_sync, and wrap a model again after converting it. Models that take their steps in turn "
+                f"need a reducer each.",
                 step=self.step,
             )
         return [name for names in models for name in names or ()]
@@ -710,13 +711,15 @@ class Reducer:
 
     def _described(self, unreduced: list[str], step: int) -> str:
         """Return the message about parameters that were not reduced, from all ranks; every rank calls this."""
-        by_rank = {rank: names for rank, names in enumerate(ops.gather_objects(unreduced, self.everyone)) if names}
-        rank, names = next(iter(by_rank.items()))
+        gathered = zip(ops.ranks_of(self.everyone), ops.gather_objects(unreduced, self.everyone), strict=True)
+        (rank, names), *others = [(rank, names) for rank, names in gathered if names]
+        missing = "parameter has a gradient that was" if len(names) == 1 else "parameters have gradients that were"
+        more = f", nor were some on rank{'s' if len(others) > 1 else ''} {', '.join(str(rank) for rank, _ in others)}"
         return (
-            f"optimizer step {step}: on rank{'s' if len(by_rank) > 1 else ''} {', '.join(map(str, by_rank))}, "
-            f"{len(names)} parameters have gradients that were not reduced (on rank {rank}: {', '.join(names[:3])}"
-            f"{', …' if len(names) > 3 else ''}). Was a parameter replaced, converted or unfrozen after the reducer "
-            f"was attached, or is a backward pass around it or in no_sync?"
+            f"optimizer step {step}: {len(names)} {missing} not reduced on rank {rank} ({', '.join(names[:3])}"
+            f"{', …' if len(names) > 3 else ''}){more if others else ''}. "
+            f"Was a parameter replaced, converted or unfrozen after the reducer was attached, or is a backward pass "
+            f"around it or in no_sync?"
         )
 
 

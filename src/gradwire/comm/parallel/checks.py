@@ -18,7 +18,7 @@ from gradwire.base.errors import BadInput
 from gradwire.comm.collectives import Layout, Reducer, ops
 from gradwire.comm.parallel.mesh import has_gradient
 from gradwire.comm.parallel.names import inside, named_parameters, unwrapped
-from gradwire.comm.parallel.strategy import Strategy, strategy_of
+from gradwire.comm.parallel.strategy import Strategy, is_prepared, strategy_of
 from gradwire.comm.torch_internals import NormWithStatistics, version_of
 
 STEPPED = -1  # in place of a version: an optimizer has stepped since
@@ -69,10 +69,10 @@ class Completeness:
             if not self._warned and self._reduced.get(name, version) != version:
                 self._warned = True
                 warnings.warn(
-                    "parameters changed between two reductions without finish(): pass the optimizers that step, as "
-                    "they are now, to gradwire.compress_gradients (a copy of one has no hooks), or call finish() once "
-                    "per optimizer step, after backward and before optimizer.step(). Without it schedules do not "
-                    "advance, and NaN or infinity is not detected.",
+                    "parameters changed between two reductions, and no step of the compressor ended: pass the "
+                    "optimizers that step, as they are now, to gradwire.compress_gradients (a copy of one has no "
+                    "hooks), or call finish() once per optimizer step, after backward and before optimizer.step(). "
+                    "Without it schedules do not advance, and NaN or infinity is not detected.",
                     stacklevel=2,
                 )
             self._reduced[name] = version
@@ -123,10 +123,16 @@ def check_unprepared(model: nn.Module, *wrappers: type) -> None:
         wrappers: Frameworks' wrappers, which may be prepared.
 
     Raises:
-        BadInput: If it has.
+        BadInput: If it has, or an optimizer that communicates has the model, whose gradients are never averaged then.
     """
-    for module in model.modules():
-        if hasattr(module, "gradwire_strategy") and not isinstance(module, wrappers):
+    for module in filter(is_prepared, model.modules()):
+        if not strategy_of(module).averages:
+            raise BadInput(
+                f"an optimizer that communicates, such as DiLoCo, has this {type(module).__name__} already: it "
+                f"averages what its steps change, and gradients never. Give the compressor to the optimizer, as "
+                f"DiLoCo(…, compressor='int8'), or build and wrap the model again without it."
+            )
+        if not isinstance(module, wrappers):
             raise BadInput(
                 f"{type(module).__name__} is prepared already, by gradwire.comm.parallel.wrap with strategy "
                 f"{strategy_of(module).name}: pass a model that is not."
@@ -192,14 +198,14 @@ def check_agreement(group: ops.Group, reducer: Reducer | None, parameters: Mappi
     if dist.get_world_size(group) == 1:
         return
     described_here = {name: shown(value) for name, value in settings.items()} | described(reducer) | dict(parameters)
-    by_rank = ops.gather_objects(described_here, group)
-    for rank, described_there in enumerate(by_rank):
+    members, by_rank = ops.ranks_of(group), ops.gather_objects(described_here, group)
+    for rank, described_there in zip(members, by_rank, strict=True):
         for key in [*by_rank[0], *described_there]:
             here, there = by_rank[0].get(key, "nothing"), described_there.get(key, "nothing")
             if here != there:
                 raise BadInput(
-                    f"ranks reduce gradients differently: {key} is {here} on rank 0 and {there} on rank {rank}; build "
-                    f"the same model and reducer on every rank."
+                    f"ranks reduce gradients differently: {key} is {here} on rank {members[0]} and {there} on rank "
+                    f"{rank}; build the same model and reducer on every rank."
                 )
 
 

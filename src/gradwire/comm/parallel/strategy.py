@@ -164,6 +164,11 @@ def attach(wrapped: nn.Module, strategy: Strategy) -> None:
     wrapped.gradwire_strategy = strategy  # type: ignore[assignment]
 
 
+def is_prepared(model: nn.Module) -> bool:
+    """Whether a model has a strategy; copies of one have none."""
+    return isinstance(getattr(model, "gradwire_strategy", None), Strategy)
+
+
 def strategy_of(wrapped: nn.Module) -> Strategy:
     """Return the strategy of a model returned by `comm.parallel.wrap`.
 

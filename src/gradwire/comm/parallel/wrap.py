@@ -34,6 +34,7 @@ from gradwire.comm.parallel.strategies.fsdp2 import FSDP2, check_sharded
 from gradwire.comm.parallel.strategies.hsdp import HSDP
 from gradwire.comm.parallel.strategy import Strategy, attach, strategy_of
 from gradwire.comm.topology import STRATEGIES, sharded_islands
+from gradwire.comm.torch_internals import has_comm_hook
 
 HOOKED: WeakSet[nn.Module] = WeakSet()  # the models that have a reducer; their copies have none
 WRAPPERS: dict[type, type[Strategy]] = {DistributedDataParallel: DDP, FSDPModule: FSDP2}
@@ -176,10 +177,15 @@ def wrapper_of(wrapped: nn.Module) -> type[Strategy]:
     """Return the strategy of a model that DDP or FSDP2 has wrapped, and that has no reducer.
 
     Raises:
-        BadInput: For another model, or one that has a reducer.
+        BadInput: For another model, or one that has a reducer or a communication hook.
     """
     if wrapped in HOOKED:
         raise BadInput("the model has a reducer already: build and wrap the model again to use another one.")
+    if isinstance(wrapped, DistributedDataParallel) and has_comm_hook(wrapped):
+        raise BadInput(
+            "the model has a communication hook already, and DistributedDataParallel takes one: do not register it, or "
+            "build DistributedDataParallel again."
+        )
     for framework, kind in WRAPPERS.items():
         if isinstance(wrapped, framework):
             return kind

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from gradwire.base.errors import BadInput
-from gradwire.comm.collectives import IslandReducer, Islands, Reducer, build_islands, state
+from gradwire.comm.collectives import IslandReducer, Islands, Reducer, build_islands, ops, state
 from gradwire.comm.collectives.reducer import check_options
 from gradwire.comm.compressors import as_compressor
 from gradwire.comm.compressors.base import Compressor
@@ -28,8 +28,8 @@ from gradwire.comm.parallel.names import COMPILED, named_parameters
 from gradwire.comm.parallel.strategies.ddp import DDP
 from gradwire.comm.parallel.strategies.fsdp2 import groups_of
 from gradwire.comm.parallel.strategies.hsdp import HSDP
-from gradwire.comm.parallel.strategy import Strategy, attach, strategy_of
-from gradwire.comm.parallel.wrap import wrap
+from gradwire.comm.parallel.strategy import Strategy, attach, is_prepared, strategy_of
+from gradwire.comm.parallel.wrap import HOOKED, wrap
 from gradwire.comm.torch_internals import allocating, has_comm_hook
 
 ALIKE, LOCAL_STEP = "alike", "local"  # kinds of steps: where all communicate alike; where nothing is sent
@@ -89,7 +89,7 @@ class Communicating(Optimizer):
         if reducer is None:
             check_options(compressor := as_compressor(compressor), **options)
         model = getattr(model, COMPILED, model)  # torch.compile's module calls the one that it holds
-        if reducer is None or not hasattr(model, "gradwire_strategy"):
+        if reducer is None or not is_prepared(model):
             model, reducer = _apart(model, compressor, reducer, {"error_feedback": True, **options}, name)
             check_agreement(reducer.everyone, reducer, parameters_of(model), optimizer=name, **settings)
         if strategy_of(model).averages:
@@ -339,8 +339,13 @@ def _apart(
     Raises:
         BadInput: If the model is sharded over all ranks, or averages its gradients in another way.
     """
-    if hasattr(model, "gradwire_strategy"):
+    if is_prepared(model):
         return model, _reducer(strategy_of(model), compressor, options)
+    if model in HOOKED:
+        raise BadInput(
+            f"the model has a reducer already, and {whose} averages what its steps change: leave compress_gradients "
+            f"out, and give {whose} the compressor."
+        )
     device = next(model.parameters()).device
     strategy: Strategy
     if isinstance(model, DistributedDataParallel):
@@ -356,9 +361,9 @@ def _apart(
         return wrap(model, "naive", reducer, average=False), reducer
     check_gradients(model)
     reducer = reducer or _reducer(strategy, compressor, options)
-    if isinstance(strategy, HSDP) != isinstance(reducer, IslandReducer) or ranks(reducer.everyone) != ranks(
-        strategy.group
-    ):
+    if isinstance(strategy, HSDP) != isinstance(reducer, IslandReducer) or ops.ranks_of(
+        reducer.everyone
+    ) != ops.ranks_of(strategy.group):
         raise BadInput(f"the reducer of {whose} averages over other ranks than the model: leave it out.")
     strategy.averages = False
     attach(model, strategy)
@@ -402,7 +407,9 @@ def _islands(model: FSDPModule, whose: str) -> Islands:
         )
     (mesh, *_) = meshes
     islands = build_islands(dist.get_world_size() // size, mesh.device_type)
-    if ranks(between) != ranks(islands.between) or (size > 1 and ranks(inside) != ranks(islands.inside)):
+    if ops.ranks_of(between) != ops.ranks_of(islands.between) or (
+        size > 1 and ops.ranks_of(inside) != ops.ranks_of(islands.inside)
+    ):
         raise BadInput(
             f"the model's mesh is {mesh.mesh.tolist()}: {whose} takes one of all {dist.get_world_size()} ranks, "
             f"neighbouring ones in an island. For a pipeline's stage use DistributedDataParallel."
@@ -410,11 +417,6 @@ def _islands(model: FSDPModule, whose: str) -> Islands:
     for group in groups:
         group.drop_replicas()
     return islands
-
-
-def ranks(group: dist.ProcessGroup | None) -> list[int]:
-    """Return the ranks of a group; of all ranks for None."""
-    return dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
 
 
 def shapes_of(parameters: Mapping[str, nn.Parameter]) -> list[tuple[int, ...]]:

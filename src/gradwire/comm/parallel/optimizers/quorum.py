@@ -39,7 +39,7 @@ from gradwire.comm.compressors import as_compressor
 from gradwire.comm.parallel.checks import check_agreement, check_gradients, parameters_of
 from gradwire.comm.parallel.names import COMPILED
 from gradwire.comm.parallel.strategies.fsdp2 import FSDP2
-from gradwire.comm.parallel.strategy import attach
+from gradwire.comm.parallel.strategy import attach, is_prepared
 from gradwire.comm.parallel.wrap import wrap
 from gradwire.comm.torch_internals import abort_quorum_group, managed, quorum_group
 
@@ -373,7 +373,7 @@ def prepare_group(
             f"a group of {size} ranks trains one model: call fully_shard on it, over a mesh of these ranks alone, "
             f"before the optimizer is built."
         )
-    if not hasattr(model, "gradwire_strategy"):
+    if not is_prepared(model):
         if isinstance(model, FSDPModule):
             check_gradients(model)
             attach(model, strategy := FSDP2(None, next(model.parameters()).device))
