@@ -309,6 +309,14 @@ def test_the_package_offers_its_names_and_loads_torch_only_for_them():
             assert "has no attribute 'compress'" in str(error)
         else:
             raise AssertionError
+        for wrong, right in {"compres_gradients": "compress_gradients", "Diloco": "DiLoCo", "topk": "TopK"}.items():
+            try:
+                getattr(gradwire, wrong)
+            except AttributeError as error:
+                assert f"Did you mean {right!r}" in str(error), error
+            else:
+                raise AssertionError(wrong)
+        assert not hasattr(gradwire, "__wrapped__") and not {"torch", "pydantic"} & set(sys.modules)
         from gradwire import *
         assert compress_gradients.__module__ == "gradwire.comm.parallel.compression"
         """

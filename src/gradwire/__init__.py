@@ -53,7 +53,8 @@ __all__ = [*HOMES, "__version__"]
 def __getattr__(name: str) -> object:
     """Import one of the public names from the room where it lives (PEP 562)."""
     if name not in HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        hint = import_module("gradwire.base.errors").did_you_mean(name, HOMES)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}.{hint}")
     return getattr(import_module(HOMES[name]), name)
 
 

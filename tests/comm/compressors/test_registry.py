@@ -28,12 +28,29 @@ from gradwire.comm.compressors.base import Compressor, numel
         ("int8", {"block": 0}, "int8 option 'block' is 0: Input should be greater than or equal to 1"),
         ("int8", {"rounding": "up"}, "int8 option 'rounding' is 'up': Input should be 'nearest' or 'stochastic'"),
         ("none", {"level": 3}, "unknown none option 'level'. Available: none."),
+        (
+            "topk",
+            {"density": 10},
+            "option 'density' is 10: Input should be less than or equal to 1 (0 < density <= 1).",
+        ),
+        (
+            "gradiveq",
+            {"slice": 4, "components": 9},
+            "gradiveq: components 9 must be fewer than the slice's 4 elements.",
+        ),
     ],
 )
 def test_bad_names_and_options_are_refused(name, options, message):
-    with pytest.raises(BadInput) as raised:
-        build(name, **options)
-    assert message in str(raised.value)
+    """By name and by class alike, on one line."""
+    for build_it in [build, by_class] if name in available() else [build]:
+        with pytest.raises(BadInput) as raised:
+            build_it(name, **options)
+        assert message in str(raised.value) and "\n" not in str(raised.value)
+
+
+def by_class(name, **options):
+    """A compressor as ``gradwire.TopK(density=0.1)`` makes it."""
+    return method_class(name)(**options)
 
 
 def test_names_are_known_without_torch():

@@ -20,15 +20,16 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic.fields import FieldInfo
 from torch import Tensor
 from torch.nn.functional import pad
 
-from gradwire.base.errors import NonFiniteGradient
+from gradwire.base.errors import BadInput, NonFiniteGradient, unknown
 from gradwire.base.flags import COUNT
 from gradwire.comm.compressors import kernels
 from gradwire.comm.compressors.rounds import Context, RoundCost, Rounds, State
@@ -68,10 +69,33 @@ def quotient(x: Tensor, number: float) -> Tensor:
     return x / x.new_full((), number)
 
 
+def bad_option(name: str, fields: Mapping[str, FieldInfo], error: ValidationError) -> BadInput:
+    """The first complaint of pydantic as one message: the option, what was given, what is allowed."""
+    complaint = error.errors()[0]
+    option = ".".join(map(str, complaint["loc"]))
+    message = complaint["msg"].removeprefix("Value error, ")
+    if not option:
+        return BadInput(f"{name}: {message}.")
+    allowed = bounds(option, fields[option]) if option in fields else ""
+    return BadInput(f"{name} option {option!r} is {complaint['input']!r}: {message}{allowed}.")
+
+
+def bounds(option: str, field: FieldInfo) -> str:
+    """The range of an option that has two bounds, such as `` (0 < density <= 1)``; nothing for others."""
+    signs = {"gt": "<", "ge": "<=", "lt": "<", "le": "<="}
+    limits = [(kind, getattr(limit, kind)) for limit in field.metadata for kind in signs if hasattr(limit, kind)]
+    low = [f"{value} {signs[kind]}" for kind, value in limits if kind[0] == "g"]
+    high = [f"{signs[kind]} {value}" for kind, value in limits if kind[0] == "l"]
+    return f" ({low[0]} {option} {high[0]})" if low and high else ""
+
+
 class Compressor(BaseModel, ABC):
     """Base of all compressors: frozen, and its fields are the method's options.
 
     An encoding is self-contained: who has the bytes and the shape can decode it. The wire is little-endian.
+
+    Raises:
+        BadInput: If an option is unknown, or has a value that it does not take.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
@@ -83,6 +107,16 @@ class Compressor(BaseModel, ABC):
     """The smallest magnitude that the wire can no longer carry as a finite number."""
     linear: ClassVar[bool] = False
     """Whether `rounds` gives what one worker with the mean would get: then ``algorithm: auto`` prefers them."""
+
+    def __init__(self, **options: Any) -> None:
+        kind = type(self)
+        name = kind.name if isinstance(kind.name, str) else kind.__name__  # that of a chain needs its members
+        for option in options.keys() - kind.model_fields.keys():
+            raise unknown(f"{name} option", option, kind.model_fields)
+        try:
+            super().__init__(**options)
+        except ValidationError as error:
+            raise bad_option(name, kind.model_fields, error) from None
 
     @property
     def unbiased(self) -> bool:

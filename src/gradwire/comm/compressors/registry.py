@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import ValidationError
-
 from gradwire.base.errors import BadInput, unknown
 from gradwire.base.plugins import Plugins
 from gradwire.comm.compressors.methods import FAMILIES
@@ -111,10 +109,7 @@ def build(name: str, **given: Any) -> Compressor:
                 if key in values:
                     raise BadInput(f"{name} option {key!r} is given twice, as {key!r} and as '{kind.name}.{key}'.")
                 values[key] = given[spelling]
-        try:
-            made.append(kind(**values))
-        except ValidationError as error:
-            raise bad_option(kind.name, error) from None
+        made.append(kind(**values))
     from gradwire.comm.compressors.rotation import Rotated, Rotation
     from gradwire.comm.compressors.sparse import Chain
 
@@ -141,16 +136,6 @@ def as_compressor(given: Compressor | str | Mapping[str, Any]) -> Compressor:
     raise BadInput(
         f"the compressor is {given!r}: pass a name, such as 'int8', a mapping with its method and options, such as "
         f"{{'method': 'int8', 'block': 128}}, or a compressor, such as gradwire.Int8(block=128)."
-    )
-
-
-def bad_option(name: str, error: ValidationError) -> BadInput:
-    """The first complaint of pydantic as one message: the option, what was given, what is allowed."""
-    complaint = error.errors()[0]
-    option = ".".join(map(str, complaint["loc"]))
-    message = complaint["msg"].removeprefix("Value error, ")
-    return BadInput(
-        f"{name} option {option!r} is {complaint['input']!r}: {message}." if option else f"{name}: {message}."
     )
 
 
