@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 import pytest
 from scipy.stats import spearmanr
 
+from gradwire.bench.statistics.seeds import TOLERANCE
+
 ROOT = Path(__file__).parents[1]
 NAMES = re.compile(
     r"GPT-2|FSDP2|float32|bf16|int8|x86-64|1-bit Adam|[48][ -]bits?|4-bit|8 and 4 bits|perplexity of 40"
@@ -154,6 +156,11 @@ def readme() -> list[Quote]:
     adamw, muon, rounds = perplexity("none"), perplexity("muon"), perplexity("muon-5-onebit")
     last = "| {:+.1f} % ({:+.1f} … {:+.1f}) | {:.2f} × | {:.2f} × |"
     grown = ("muon-grow-onebit-replay", "many-ranks-long", 8)
+    local = [
+        above(perplexity(f"{label}-{length}-onebit"), base)
+        for label, base in (("diloco", adamw), ("muon", muon))
+        for length in (5, 10)
+    ]
     return [
         quote(
             "| `int8` | {:.1f} × " + last,
@@ -195,6 +202,9 @@ def readme() -> list[Quote]:
             field("compression_ratio", *grown),
             above(perplexity(*grown), perplexity("muon", *grown[1:])),
         ),
+        quote("stay below +{:.0f} %", TOLERANCE),
+        quote("lie {:.0f} to {:.0f} % above", min(local), max(local)),
+        quote("the dashed line is {:.0f} %", TOLERANCE),
     ]
 
 
@@ -223,6 +233,7 @@ def quality() -> list[Quote]:
     return [
         quote("A GPT-2 model with {:.1f} M parameters", field("parameters", "none") / 1e6),
         quote("after {} steps", field("steps", "none")),
+        quote("the dashed line is {:.0f} %", TOLERANCE),
         quote("DDP on two ranks, {}.", seeds(perplexity("muon-5-onebit"), muon)),
         quote(
             "send {:.1f} and {:.1f} times fewer bytes",
