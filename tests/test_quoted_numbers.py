@@ -1,8 +1,8 @@
 """Each number of README's comparison and of docs/findings.md is that of a record or of a table of benchmarks/.
 
-``README`` and ``FINDINGS`` hold the pages' phrases in their order. A phrase has a placeholder for each of its numbers,
-and a source for each placeholder: `perplexity` and `field` read records, `cell` a table. Every phrase with today's
-numbers must be in the page, and apart from the phrases the page has no number. `NAMES` are digits that measure nothing.
+`readme`, `quality`, `links` and `sharded` list the pages' phrases. A phrase has a placeholder for each of its numbers,
+and a source for each placeholder: `perplexity` and `field` read records, `cell` a table. Every phrase with its numbers
+must be in the page, and apart from the phrases the page has no number. `NAMES` are digits that measure nothing.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def runs(name: str, label: str, ranks: int) -> dict[int, dict[str, Any]]:
 
 def field(key: str, label: str, name: str = "quality", ranks: int = 2) -> float:
     """A field of a label's first run."""
-    found = runs(name, label, ranks)
-    return found[min(found)][key]
+    records_by_seed = runs(name, label, ranks)
+    return records_by_seed[min(records_by_seed)][key]
 
 
 def perplexity(label: str, name: str = "quality", ranks: int = 2) -> dict[int, float]:
@@ -88,7 +88,7 @@ def correlation(here: str, there: str, labels: Sequence[str]) -> float:
 @cache
 def rows(page: str) -> list[dict[str, str]]:
     """The rows of a page's tables, with their section; the name of a repeated column follows that of the one before."""
-    found = []
+    table: list[dict[str, str]] = []
     headers: list[str] = []
     section = ""
     for line in (ROOT / "benchmarks" / page).read_text(encoding="utf-8").splitlines():
@@ -102,15 +102,15 @@ def rows(page: str) -> list[dict[str, str]]:
                 for before, name in zip(["", *fields], fields, strict=False)
             ]
         elif not set(line) <= set("|:- "):
-            found.append({"section": section, **dict(zip(headers, fields, strict=True))})
-    return found
+            table.append({"section": section, **dict(zip(headers, fields, strict=True))})
+    return table
 
 
 def cells(page: str, column: str, *row: str) -> list[float]:
     """The numbers of a field; ``row`` has what only its row has: its section, fields, or fields as COLUMN=FIELD."""
     named = [(each, {*each.values(), *map("=".join, each.items())}) for each in rows(page) if column in each]
-    (found,) = [each[column] for each, names in named if names.issuperset(row)]
-    return [float(number.replace(",", "")) for number in re.findall(r"-?\d[\d.,]*\d|-?\d", found.replace("−", "-"))]
+    (text,) = [each[column] for each, names in named if names.issuperset(row)]
+    return [float(number.replace(",", "")) for number in re.findall(r"-?\d[\d.,]*\d|-?\d", text.replace("−", "-"))]
 
 
 def cell(page: str, column: str, *row: str) -> float:
