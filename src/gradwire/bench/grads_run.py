@@ -65,13 +65,14 @@ def main(options: Options) -> None:
     """
     given: dict[str, Any] = {"dim": options.dim} if options.dim else {}
     given |= {"discard_parts": True} if options.discard_parts else {}
-    config = read(options.config_path, given) if options.config_path else None
+    collected = {"dim": provenance.read(options.output_dir).dims} if options.skip_training else {}
+    config = read(options.config_path, given, collected) if options.config_path else None
     for words in afterwards(config, options) if options.skip_training else commands(config, options):
         Command(words).run()
 
 
-def read(path: Path, given: Mapping[str, Any]) -> Config:
-    """Read a configuration file; ``given`` options of the command line override it.
+def read(path: Path, given: Mapping[str, Any], collected: Mapping[str, Any]) -> Config:
+    """Read a configuration file; options of the command line override it, and what was collected fills it up.
 
     Raises:
         BadInput: If the file is missing, is not a mapping, lacks an option, or has an unknown or invalid one.
@@ -79,7 +80,7 @@ def read(path: Path, given: Mapping[str, Any]) -> Config:
     values = read_yaml(path)
     if not isinstance(values, dict):
         raise BadInput(f"{path} is not a mapping of options such as `model_dir: results/…/final_model`.")
-    values |= given
+    values = {**collected, **values, **given}
     if isinstance(values.get("dim"), int):
         values["dim"] = [values["dim"]]
     return checked(Config, values, str(path))
