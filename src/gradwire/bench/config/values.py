@@ -77,7 +77,9 @@ class Training(Strict):
     )
     grad_accum_steps: Count = Field(1, description="micro-batches per optimizer step")
     steps: Count = Field(60, description="optimizer steps")
-    warmup_steps: Natural = Field(3, description="first steps, excluded from step times")
+    warmup_steps: Natural = Field(
+        3, description="first steps, excluded from step times; more until each kind of step was taken"
+    )
     lr: float = Field(3e-3, gt=0, description="peak learning rate of AdamW")
     lr_warmup_steps: Natural = Field(6, description="steps of linear warm-up before the cosine decay")
     beta2: float = Field(0.95, gt=0, lt=1, description="decay rate of AdamW's second moments")
@@ -91,7 +93,7 @@ class Training(Strict):
     )
     evaluate: bool = Field(True, description="evaluate after the last step; turn off if only times matter")
     profile: bool = Field(True, description="profile some steps on every rank")
-    profile_steps: Count = Field(3, description="steps to profile")
+    profile_steps: Count = Field(3, description="steps to profile; more where each kind of step takes more")
     precision: Precision = Field("fp32", description="of the forward pass; bf16: autocast, with float32 weights")
     gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass")
     bucket_mb: float = Field(25.0, ge=0, description="MiB of a bucket of ddp and bucket; smaller if that makes four")

@@ -107,9 +107,9 @@ TERMS = {  # by section: the meaning of its columns
 - Step time and tokens/s leave out warm-up and profiled steps. `vs {BASELINE}`: the step time of `{BASELINE}` over this
   one's, with the same strategy and world size W on the same link and machine, paired by seed.""",
     "Where a step's time goes": """\
-- These times are of the mean profiled step: `comm` is the union of all collectives (parameters, control and waiting
-  for other ranks included), `share` its part of the step, `exposed` what no computation of the same rank covers. Two
-  ops may run at once.""",
+- These times are of the mean profiled step, in which a round has its share: `comm` is the union of all collectives
+  (parameters, control and waiting for other ranks included), `share` its part of the step, `exposed` what no
+  computation of the same rank covers. Two ops may run at once.""",
     "Lost machines": """\
 - Lost machines: `training s` are from the first step to the last one, `stalled s` those of them in which no group of
   ranks trained, `goodput` the share of all groups' time that went into steps which a mean counts.""",
