@@ -99,7 +99,7 @@ class Loop:
         self._timetable = timetable(self.training, self._kinds, self.start)
         if self._timetable.lacking and world.rank == 0 and self.start == 0:
             print(NO_PROFILE.format(", ".join(self._timetable.lacking)), file=sys.stderr, flush=True)
-        if world.world_size > 1:
+        if world.world_size > 1 and not world.simulated:  # simulated ranks are not timed
             rehearse_codecs(settings.cell, self.parts, world.device)
         self._counters = Counters(reducer)
         self._timed = world.device.type == "cpu" and not world.simulated

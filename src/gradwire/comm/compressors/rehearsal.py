@@ -11,7 +11,7 @@ import torch
 from gradwire.comm.compressors.base import Compressor, Onto
 from gradwire.comm.compressors.segments import Segments
 
-MOST = 2**16  # elements of a tensor
+MOST = 2**14  # elements of a tensor
 MESSAGES = 2
 ONTO: tuple[Onto, ...] = ("zero", "sum", "blank")
 
