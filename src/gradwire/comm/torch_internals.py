@@ -172,6 +172,19 @@ def set_tables_of_groups(tables: Any) -> None:
     dist.distributed_c10d._world = tables
 
 
+def cloned(tensor: Tensor) -> Tensor:
+    """Return a copy of a tensor, also of one that is made of others and has no `clone`, as torchao's 8-bit moments."""
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+    if not is_traceable_wrapper_subclass(tensor):
+        return tensor.clone()
+    names, context = tensor.__tensor_flatten__()
+    held = {name: getattr(tensor, name) for name in names}  # a DTensor has its mesh there too
+    parts = {name: cloned(part) if isinstance(part, Tensor) else part for name, part in held.items()}
+    made: Tensor = type(tensor).__tensor_unflatten__(parts, context, tensor.size(), tensor.stride())
+    return made
+
+
 def shards_of(tensor: Tensor) -> list[Any] | None:
     """Return the shards that this rank has of a `ShardedTensor`, as FSDP1's state dicts hold; None for another one."""
     from torch.distributed._shard.sharded_tensor import ShardedTensor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 from abc import abstractmethod
@@ -30,7 +31,7 @@ from gradwire.comm.parallel.strategies.fsdp2 import groups_of
 from gradwire.comm.parallel.strategies.hsdp import HSDP
 from gradwire.comm.parallel.strategy import Strategy, attach, is_prepared, strategy_of
 from gradwire.comm.parallel.wrap import HOOKED, wrap
-from gradwire.comm.torch_internals import allocating, has_comm_hook
+from gradwire.comm.torch_internals import allocating, cloned, has_comm_hook
 
 ALIKE, LOCAL_STEP = "alike", "local"  # kinds of steps: where all communicate alike; where nothing is sent
 TORCH = ("state", "param_groups")  # entries of the state of every torch optimizer
@@ -450,4 +451,13 @@ def step_without_hooks(kind: type[Optimizer]) -> Callable[[Optimizer], Any]:
 def copy_tensors(state: Mapping[Tensor, dict[str, Any]]) -> None:
     """Replace an optimizer's tensors by copies: torch keeps those that it loads, and would change them in place."""
     for kept in state.values():
-        kept |= {key: value.clone() for key, value in kept.items() if isinstance(value, Tensor)}
+        kept |= {key: cloned(value) for key, value in kept.items() if isinstance(value, Tensor)}
+
+
+def duplicate(kept: Any) -> Any:
+    """Copy a nested state of an optimizer."""
+    if isinstance(kept, Tensor):
+        return cloned(kept)
+    if isinstance(kept, dict):
+        return {key: duplicate(value) for key, value in kept.items()}
+    return [*map(duplicate, kept)] if isinstance(kept, list) else copy.deepcopy(kept)

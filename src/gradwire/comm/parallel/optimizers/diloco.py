@@ -35,9 +35,10 @@ from gradwire.comm.collectives.queue import Handle
 from gradwire.comm.collectives.quorum import QuorumReducer
 from gradwire.comm.communication import Outer
 from gradwire.comm.parallel.checks import described, parameters_of, shown
-from gradwire.comm.parallel.optimizers.base import LOCAL_STEP, AnyCompressor, Communicating, copy_tensors
+from gradwire.comm.parallel.optimizers.base import LOCAL_STEP, AnyCompressor, Communicating, copy_tensors, duplicate
 from gradwire.comm.parallel.optimizers.quorum import Quorum, digest_of, prepare_group
 from gradwire.comm.parallel.strategy import clip_grad_norm, local, strategy_of
+from gradwire.comm.torch_internals import cloned
 
 Interval = int | Mapping[int, int]
 """Steps of a round, or, as a schedule, the steps of a round from a step on: ``{0: 1, 100: 5}``."""
@@ -333,7 +334,8 @@ class DiLoCo(Communicating):
         """Return copies of what a group that joins needs: `round_state` at the anchors, and the reducer's step."""
         kept = self.reducer.codec.state_dict()
         reducer = {"step": kept["step"], "began": kept["began"], "states": kept["states"]}
-        return copy.deepcopy({**self.round_state(), "parameters": self.anchors, "reducer": reducer})
+        copies: dict[str, Any] = duplicate({**self.round_state(), "parameters": self.anchors, "reducer": reducer})
+        return copies
 
     def continue_with(self, served: dict[str, Any] | None) -> None:
         """Begin a round: from what another group served, if this one is behind; then without residuals."""
@@ -379,13 +381,13 @@ def state_of(optimizer: Optimizer, p: nn.Parameter) -> ItemsView[str, Any]:
 def copied(saved: Any, present: Any, p: nn.Parameter) -> Any:
     """Copy a saved moment of a parameter, into the present one where there is one, and return it."""
     if not isinstance(saved, Tensor):
-        return copy.deepcopy(saved)
+        return duplicate(saved)
     if isinstance(present, Tensor):
         local(present).copy_(saved)
         return present
     if not saved.ndim:
         return saved.to("cpu", copy=True)  # the number of steps
-    moment = saved.to(p.device, copy=True)
+    moment = cloned(saved.to(p.device))
     if not isinstance(p, DTensor) or moment.shape != p.to_local().shape:
         return moment
     return DTensor.from_local(moment, p.device_mesh, p.placements, shape=p.shape, stride=p.stride())

@@ -27,7 +27,7 @@ from gradwire.comm.collectives import Layout, Reducer, state
 from gradwire.comm.compressors import as_compressor
 from gradwire.comm.parallel.checks import check_agreement
 from gradwire.comm.parallel.mesh import local
-from gradwire.comm.parallel.optimizers.base import AnyCompressor, shapes_of, step_without_hooks
+from gradwire.comm.parallel.optimizers.base import AnyCompressor, duplicate, shapes_of, step_without_hooks
 from gradwire.comm.parallel.optimizers.diloco import DiLoCo, copied, state_of
 from gradwire.comm.parallel.strategy import strategy_of
 
@@ -200,8 +200,3 @@ class ReplayDiLoCo(DiLoCo):
             present = {key: duplicate(kept) for key, kept in state_of(self.inner, p)}  # on the devices that it takes
             self.began[name] = {key: copied(kept, present.get(key), p) for key, kept in saved["began"][name].items()}
         self.means = {}
-
-
-def duplicate(kept: Any) -> Any:
-    """Copy an entry of an optimizer's state."""
-    return kept.clone() if isinstance(kept, Tensor) else copy.deepcopy(kept)
