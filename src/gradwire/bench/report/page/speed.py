@@ -100,11 +100,12 @@ def scaling(runs: pd.DataFrame, looks: Mapping[str, Look]) -> Iterator[Drawing]:
 
 
 def draw_scaling(strategy: str, link: str, runs: pd.DataFrame, looks: Mapping[str, Look]) -> Plot:
-    """Draw tokens per second of one strategy on one link: single seeds as dots, their means joined."""
+    """Draw tokens per second of one strategy on one link: single seeds as dots; means are joined."""
     title = group_title(strategy, link=link)
     figure, ax = axes(title, "world size W", "tokens/s of all ranks", left=0.85)
     worlds = np.array(sorted(runs["world_size"].unique()))
-    base = runs[runs["compressor"] == BASELINE].groupby("world_size")["tokens_per_s"].mean()
+    of_base = runs[runs["compressor"] == BASELINE]
+    base, alone = rates(of_base), of_base[of_base["world_size"] == 1]
     handles: dict[str, Any] = {}
     tips: dict[str, str] = {}
     if len(base):
@@ -112,9 +113,9 @@ def draw_scaling(strategy: str, link: str, runs: pd.DataFrame, looks: Mapping[st
         (line,) = ax.plot(worlds, base.iloc[0] * worlds / smallest, color=style.MUTED, lw=1, ls=(0, (2, 2)))
         handles[f"linear from W = {smallest}"] = line
     for label, of_label in runs.groupby("compressor", sort=False):
-        look, means = looks[str(label)], of_label.groupby("world_size")["tokens_per_s"].mean()
-        if 1 in base.index and 1 not in means.index:
-            means = pd.concat([base.loc[[1]], means])
+        look, means = looks[str(label)], rates(of_label)
+        if len(alone) and 1 not in of_label["world_size"].to_numpy():
+            means = rates(pd.concat([alone, of_label]))
         ax.plot(of_label["world_size"], of_label["tokens_per_s"], ".", color=look.colour, ms=3, alpha=0.55, mew=0)
         gid = f"line{len(tips)}"
         (handles[str(label)],) = ax.plot(means.index, means, **look.line, gid=gid)
@@ -127,6 +128,13 @@ def draw_scaling(strategy: str, link: str, runs: pd.DataFrame, looks: Mapping[st
     legend(figure, [*handles.values()], [*handles])
     alt = f"Tokens per second over world sizes, {title}: {', '.join(handles)}."
     return Plot(f"scaling-{slug(strategy)}-{slug(link)}", alt, figure, tips)
+
+
+def rates(runs: pd.DataFrame) -> pd.Series[float]:
+    """Tokens per second by world size, the mean over the seeds that all world sizes have."""
+    by_world = runs.groupby("world_size")
+    seeds = set.intersection(*(set(of["seed"]) for _, of in by_world)) if len(runs) else set()
+    return runs[runs["seed"].isin(seeds)].groupby("world_size")["tokens_per_s"].mean()
 
 
 def draw_winners(model: Model, strategy: str, labels: Collection[str], limit: str, looks: Mapping[str, Look]) -> Plot:

@@ -62,7 +62,7 @@ class Result(Row):
     - ``effective_bw_*_gbps``: Gbit/s of a rank: the bytes of a step, gradients' and gathered parameters', as float32 or
       as sent, over the communication time of a step.
     - ``scaling_efficiency``: tokens/s per rank against those at a world size of 1 with the same strategy and label
-      (else ``none``), without a link, on the same kind of machine: the mean over its seeds.
+      (else ``none``) and seed, without a link, on the same kind of machine.
     - ``mem_residual_gb``, ``mem_replica_gb``, ``mem_outer_gb``: a rank's residuals, replicas of sharded parameters
       (``int4-diff``), and anchors and outer momentum of local updates; parts of the peak.
     - ``restarts``, ``training_s``, ``stalled_s``, ``goodput``: of groups that may be lost; see

@@ -6,7 +6,6 @@ import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean
 from typing import Any, NamedTuple, TypeVar
 
 from pydantic import Field, ValidationError
@@ -166,20 +165,17 @@ def collect(results_dir: Path, experiment: Path | None = None) -> list[Result]:
 
 
 def scaling_efficiencies(results: Sequence[Result]) -> dict[Run, float]:
-    """Tokens/s per rank over one rank's on like hardware, of the runs that have one: their own label, or the baseline.
-
-    The rate of one rank is the mean over its seeds.
-    """
-    alone: defaultdict[tuple[str, str], dict[Any, list[float]]] = defaultdict(dict)
+    """Tokens/s per rank over one rank's on like hardware and with the same seed: of its own label, or the baseline."""
+    alone: defaultdict[tuple[str, str], dict[Any, float]] = defaultdict(dict)
     for row in results:
         if (row.status, row.world_size, row.link) == ("ok", 1, UNSHAPED) and row.tokens_per_s:
-            alone[row.strategy, row.compressor].setdefault(row.hardware, []).append(row.tokens_per_s)
+            alone[row.strategy, row.compressor][row.hardware, row.seed] = row.tokens_per_s
     efficiencies = {}
     for row in results:
         label = row.compressor if (row.strategy, row.compressor) in alone else BASELINE
-        rates = alone.get((row.strategy, label), {}).get(row.hardware)
-        if row.status == "ok" and row.world_size > 1 and row.tokens_per_s and rates:
-            efficiencies[row.run] = row.tokens_per_s / row.world_size / fmean(rates)
+        rate = alone.get((row.strategy, label), {}).get((row.hardware, row.seed))
+        if row.status == "ok" and row.world_size > 1 and row.tokens_per_s and rate:
+            efficiencies[row.run] = row.tokens_per_s / row.world_size / rate
     return efficiencies
 
 
