@@ -33,7 +33,8 @@ def folder(tmp_path_factory):
 def found_in(rows, times=()):
     """The findings of an experiment's rows."""
     quality = PerplexityReference.of("here", rows)
-    return findings(cells_of(rows, quality), Known(rows, quality, times))
+    ok = [row for row in rows if row.status == "ok"]
+    return findings(cells_of(rows, quality), Known(ok, quality, times))
 
 
 def test_each_regime_has_its_fastest_valid_compressor(folder):
@@ -105,6 +106,15 @@ def test_nothing_is_claimed_of_compressors_that_cost_quality():
     assert one.text.startswith("no compressor's mean perplexity is within 1 % of that of its optimizer in every step")
     assert "; the nearest is powersgd: 21.3 times fewer bytes, perplexity +14.0 % (" in one.text
     assert one.number == ""
+
+
+def test_a_label_of_which_a_run_diverged_is_no_finding():
+    rows = made_results.rows(["none", "int8", "int4"], ["ddp"], [(2, "none"), (2, "100mbit")], [0, 1, 2])
+    lost = [row.compressor == "int4" and row.link == "none" and row.seed == 1 for row in rows]
+    rows = [row.model_copy(update={"status": "diverged"} if one else {}) for row, one in zip(rows, lost, strict=True)]
+    assert all(one.text.startswith("int8: ") for one in found_in(rows)), "int4 sends fewer bytes"
+    made = cells_of(rows, PerplexityReference.of("here", rows))
+    assert made[made["gated"].astype(bool)]["compressor"].tolist() == ["int4", "int4"], "on both links"
 
 
 MUON = {"inner": "muon"}

@@ -291,7 +291,8 @@ def test_a_failed_job_is_named_and_the_others_are_done(folder):
     record.write_text('{"schema_version": 1,')
     done = run()
     assert done.returncode == 0 and "train" in done.stdout
-    assert done.stdout.startswith(f"made again: results/mine/runs/{RUN}/record.json is not valid JSON")
+    moved = f"moved to results/mine/runs/{RUN}/record.json.unusable: results/mine/runs/{RUN}/record.json is not valid"
+    assert done.stdout.startswith(moved)
     assert record.read_text() == '{"schema_version": 0}\n'
 
 

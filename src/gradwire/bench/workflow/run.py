@@ -92,7 +92,7 @@ def move_aside(results: Path) -> None:
     for path, reason in unusable(results):
         aside = path.with_name(f"{path.name}.unusable")
         path.rename(aside)
-        print(f"made again: {reason.partition('; ')[0]}; it is {aside} now")
+        print(f"moved to {aside}: {reason}")
 
 
 def check_results(results: Path) -> None:

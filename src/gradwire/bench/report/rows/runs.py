@@ -27,7 +27,6 @@ from gradwire.bench.report.rows.record import Number, Result, Row, first_problem
 
 Model = TypeVar("Model", bound=Row)
 EXPECTED = "expected.json"  # in the experiment's folder: the requested runs
-AGAIN = "`gradwire run` moves it aside and makes it again"
 SHARED = "times are shared: other runs may have used the machine at the same time (`timing: true` runs one at a time)"
 
 
@@ -315,7 +314,11 @@ def _load(model: type[Model], path: Path) -> Model:
     Raises:
         BadInput: If it is not valid JSON, or a field is missing or of the wrong type.
     """
+    again = " `gradwire run` moves it aside and makes it again." if path.name in MEASURED else ""
     try:
         return model.model_validate(read_json(path))
     except ValidationError as error:
-        raise BadInput(f"{path} is unusable: {first_problem(error)}; {AGAIN}.") from None
+        problem = f"{path} is unusable: {first_problem(error)}; delete it and run its step again."
+        raise BadInput(f"{problem}{again}") from None
+    except BadInput as error:
+        raise BadInput(f"{error}{again}") from None

@@ -63,8 +63,10 @@ def state(folder: Path, now: float) -> State:
     if (path := folder / "record.json").is_file():
         try:
             return ended(read_json(path))
-        except (BadInput, AttributeError, KeyError, TypeError, ValueError) as error:
-            return State("failed", f"{path.name} is unusable ({error})")
+        except BadInput as error:
+            return State("failed", str(error))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            return State("failed", f"{path.name} is unusable ({error!r})")
     if (path := folder / PROGRESS).is_file():
         progress, silent = read_json(path), now - path.stat().st_mtime
         text = progress_text(progress)

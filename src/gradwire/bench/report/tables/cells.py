@@ -151,8 +151,11 @@ def cells_of(results: Sequence[Result], quality: PerplexityReference) -> pd.Data
     cells["comm_percent"] = 100 * cells["comm_ratio"]
     cells["goodput_percent"] = 100 * cells["goodput"]
     cells["sign"] = by_cell["sign"].max().to_numpy()  # a cell differs if one of its runs does
-    lost = Counter((cell_key(row), row.status) for row in results)
-    cells["diverged"], cells["failed"] = ([lost[key, status] for key in keys] for status in ("diverged", "failed"))
+    diverged = Counter(
+        cell_key(row)[:3] for row in results if row.status == "diverged"
+    )  # on any link: it changes no loss
+    failed = Counter(cell_key(row) for row in results if row.status == "failed")
+    cells["diverged"], cells["failed"] = [diverged[key[:3]] for key in keys], [failed[key] for key in keys]
     cells["gated"] = cells["worse_percent"].map(gated) | (cells["diverged"] > 0)
     cells["gate"] = np.where(cells["gated"], " !", "")
     cells["standing"] = np.where(cells["gated"], 2, cells["worse_percent"].isna().astype(int))

@@ -40,7 +40,7 @@ WIDTH = 120
 TIER = (
     COMPRESSOR,
     SEEDS,
-    WORSE.titled("ppl", form="{:+.1f}", mark="ends"),
+    WORSE.titled("ppl", form="{:+z.1f}", mark="ends"),
     Column("tier", "tier", "{:d}", " %"),
     Column("fastest", "fastest"),
     milliseconds("step ms", "step"),
@@ -151,7 +151,7 @@ class Gain:
             fastest: The tiers in which it is the fastest.
         """
         base, worse = self.baseline or self, self.worse
-        ends = spread(worse.n, worse.low, worse.high, "{:+.1f}")
+        ends = spread(worse.n, worse.low, worse.high, "{:+z.1f}")
         shorter, fewer = quotient(base.transfer, self.transfer), quotient(self.ratio, base.ratio)
         m = quotient(base.transfer, base.compute)
         ceiling = (1 + m) / (1 + quotient(m, fewer))  # Amdahl: communication as much shorter as the bytes are fewer
