@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import itertools
 import json
 import re
@@ -21,6 +22,10 @@ from gradwire.cli import VERBS
 
 PACKAGES = {"yaml": "pyyaml"}  # by the name that is imported
 HEAVY = ("torch", "transformers", "pandas", "pyarrow", "datasets", "tokenizers", "matplotlib", "tensorboard")
+MAKERS = {  # of tensors, by torch's default type and device unless they are given
+    *("arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace", "logspace", "ones"),
+    *("rand", "randint", "randn", "randperm", "scalar_tensor", "tensor", "zeros"),
+}
 VERBS_HERE = sorted(name for name, verb in VERBS.items() if module_file(verb.module))
 
 
@@ -130,6 +135,39 @@ def test_imports_are_absolute():
 
 def test_compressors_send_nothing():
     assert not {name for name in external("comm/compressors") if name.startswith("torch.distributed")}
+
+
+def by_default(source: str) -> list[str]:
+    """The calls that make a tensor of torch's default type or on its default device, which a user may set."""
+    found = []
+    for call in (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)):
+        name = ast.unparse(call.func)
+        given = {keyword.arg for keyword in call.keywords}
+        numbers = [ast.unparse(each) for each in call.args[1:] if isinstance(each, ast.Constant | ast.Attribute)]
+        if name.removeprefix("torch.") in MAKERS and name.startswith("torch.") and not {"dtype", "device"} <= given:
+            found.append(ast.unparse(call))
+        if name in ("torch.Tensor", "torch.get_default_dtype") or (name == "torch.where" and len(numbers) == 2):
+            found.append(ast.unparse(call))
+    return found
+
+
+def test_comm_makes_no_tensor_by_the_default_type_or_device():
+    made = {file: by_default(file.read_text()) for file in (PACKAGE / "comm").rglob("*.py")}
+    assert len(made) > 50
+    assert {str(file): calls for file, calls in made.items() if calls} == {}
+
+
+def test_a_tensor_by_default_would_be_seen():
+    right = "torch.zeros(3, dtype=kind, device=device); torch.where(x, y, 0.0); torch.zeros_like(x); x.new_zeros(3)"
+    assert by_default(right) == []
+    for wrong in (
+        "torch.zeros(3)",
+        "torch.tensor([1], device=device)",
+        "torch.arange(3, dtype=torch.int64)",
+        "torch.where(x, 1.0, math.nan)",
+        "torch.Tensor(3)",
+    ):
+        assert by_default(f"y = {wrong}") == [wrong]
 
 
 def test_importing_the_config_and_the_reading_rooms_loads_no_torch():

@@ -27,6 +27,10 @@ LONG = {
     ("unfreeze", "bucket"),
     ("complex", "bucket"),
     ("tuple", "prophetnet"),
+    ("skipped", "zero"),
+    ("skipped", "fills"),
+    ("skipped", "ddp"),
+    *(("defaults", way) for way in ("bfloat16", "float64", "meta", "inference", "deterministic")),
 }
 
 

@@ -207,7 +207,7 @@ class CompressedGroup(dist.ProcessGroup):
 
     def _gather(self, coder: Compressor, options: Any, gathered: Tensor, row: Tensor) -> dist.Work:
         """Begin to gather the encodings of a tensor; values that are not finite arrive as such."""
-        wire = coder.encode(row.reshape(-1), flag=torch.zeros(1, dtype=torch.uint8))
+        wire = coder.encode(row.reshape(-1), flag=torch.zeros(1, dtype=torch.uint8, device="cpu"))
         wires = wire.new_empty((self.size(), wire.numel()))
         self._raw += (self.size() - 1) * FLOAT32_BYTES * row.numel()
         self._gathered.add("all_gather", "parameters", Cost((self.size() - 1) * wire.numel(), calls=1))

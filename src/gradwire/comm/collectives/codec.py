@@ -185,7 +185,7 @@ class Codec:
         """
 
         def zeros() -> tuple[Tensor, list[Tensor]]:
-            residual = torch.zeros(batch.segments.numel, device=device)
+            residual = torch.zeros(batch.segments.numel, dtype=torch.float32, device=device)
             return residual, [residual[place] for place in batch.elements]
 
         device, in_place = feedbacks[0].device, feedbacks[0].in_place
@@ -201,7 +201,8 @@ class Codec:
             for feedback, flag, place in zip(feedbacks, bad, batch.elements, strict=True):
                 feedback.close(residual[place], flag)
         pieces = batch.segments.derive(
-            ("pieces", flags.device), lambda: torch.tensor([len(group) for group in batch.pieces], device=flags.device)
+            ("pieces", flags.device),
+            lambda: torch.tensor([len(group) for group in batch.pieces], dtype=torch.int64, device=flags.device),
         )
         self.note_dropped((flags * pieces).sum(0, keepdim=True))
 
@@ -246,7 +247,7 @@ class Codec:
 
     def _fastened(self, piece: Piece, phase: Phase) -> Tensor:
         """Return the loose residuals of a piece's elements, which are then no longer loose; 0 where there is none."""
-        residual, rest = torch.zeros(piece.numel), list[tuple[int, Tensor]]()
+        residual, rest = torch.zeros(piece.numel, dtype=torch.float32, device="cpu"), list[tuple[int, Tensor]]()
         end = piece.at + piece.numel
         for at, loose in self._loose.pop((piece.name, phase)):
             first, last = max(at, piece.at), min(at + loose.numel(), end)

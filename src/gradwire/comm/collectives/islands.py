@@ -63,7 +63,7 @@ def build_islands(number: int, device_type: str = "cpu") -> Islands:
         BadInput: As `check_islands`.
     """
     check_islands(dist.get_world_size(), number)
-    rows = torch.arange(dist.get_world_size()).view(number, -1)
+    rows = torch.arange(dist.get_world_size(), dtype=torch.int64, device="cpu").view(number, -1)
     timeout = timeout_of(None)
     inside, _ = dist.new_subgroups_by_enumeration(rows.tolist(), timeout=timeout)
     between, _ = dist.new_subgroups_by_enumeration(rows.T.tolist(), timeout=timeout)

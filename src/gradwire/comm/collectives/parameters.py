@@ -120,7 +120,7 @@ class Replica:
     def __init__(self, gather: ParameterGather, layout: Layout, shards: Mapping[str, Tensor]) -> None:
         self.gather = gather
         self.layout = layout
-        self.values = torch.zeros(layout.numel, device=next(iter(shards.values())).device)
+        self.values = torch.zeros(layout.numel, dtype=torch.float32, device=next(iter(shards.values())).device)
         self.reset(shards)
 
     @property

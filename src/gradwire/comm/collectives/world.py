@@ -92,7 +92,7 @@ def check_architecture(device: torch.device) -> None:
         BadInput: If it has no code for the GPU.
     """
     try:
-        torch.zeros(1, device=device)
+        torch.zeros(1, dtype=torch.float32, device=device)
     except RuntimeError as error:
         if "no kernel image" not in str(error):
             raise
@@ -250,7 +250,11 @@ def all_alive(world: World, timeout: float) -> Iterator[Callable[[], None]]:
     missed: list[Exception] = []
 
     def all_done() -> bool:
-        return bool(ops.all_reduce(torch.tensor(int(done.is_set())), "min", group, meter=Meter()))
+        return bool(
+            ops.all_reduce(
+                torch.tensor(int(done.is_set()), dtype=torch.int64, device="cpu"), "min", group, meter=Meter()
+            )
+        )
 
     def beat() -> None:
         try:

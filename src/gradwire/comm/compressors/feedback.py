@@ -54,7 +54,7 @@ class Feedback:
         self.shape = (shape,) if isinstance(shape, int) else tuple(shape)
         self._store = None if dtype == "float32" else build(dtype)
         if self._store is None:
-            self._stored = torch.zeros(self.shape, device=device)
+            self._stored = torch.zeros(self.shape, dtype=torch.float32, device=device)
         else:
             self._stored = torch.zeros(self._store.wire_bytes(self.shape), dtype=torch.uint8, device=device)
         self._corrected: Tensor | None = None

@@ -179,13 +179,15 @@ def rice_planes(n: int, k: int) -> tuple[int, int, int]:
 def _encode_rice(indices: Tensor, n: int) -> Tensor:
     k = indices.numel()
     low = low_bits(n, k)
-    upper = bits_at((indices >> low) + torch.arange(k, device=indices.device), unary_bits(n, k, low))
+    upper = bits_at((indices >> low) + torch.arange(k, dtype=torch.int64, device=indices.device), unary_bits(n, k, low))
     return torch.cat([pack(indices & ((1 << low) - 1), low), upper]) if low else upper
 
 
 def _decode_rice(body: Tensor, n: int, k: int) -> tuple[Tensor, int]:
     low, lower, upper = rice_planes(n, k)
-    quotients = set_bits(body[lower : lower + upper], unary_bits(n, k, low), k) - torch.arange(k, device=body.device)
+    quotients = set_bits(body[lower : lower + upper], unary_bits(n, k, low), k) - torch.arange(
+        k, dtype=torch.int64, device=body.device
+    )
     remainders = unpack(body[:lower], low, k).to(torch.int64) if low else 0
     return quotients << low | remainders, lower + upper
 

@@ -26,7 +26,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
         for lane in range(1, lanes):
             packed |= rows[:, lane] << (lane * bits)
         return packed
-    shifts = torch.arange(bits, device=codes.device)
+    shifts = torch.arange(bits, dtype=torch.int64, device=codes.device)
     stream = (codes.to(torch.int64).unsqueeze(1) >> shifts) & 1
     return pack(stream.view(-1), 1)
 
@@ -39,5 +39,5 @@ def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
         shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
         return ((packed.unsqueeze(1) >> shifts) & (2**bits - 1)).view(-1)[:count]
     stream = unpack(packed, 1, count * bits).view(count, bits).to(torch.int64)
-    codes = (stream << torch.arange(bits, device=packed.device)).sum(dim=1)
+    codes = (stream << torch.arange(bits, dtype=torch.int64, device=packed.device)).sum(dim=1)
     return codes.to(torch.uint8) if bits < 8 else codes

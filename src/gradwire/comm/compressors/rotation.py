@@ -137,7 +137,7 @@ class Rotated(Compressor):
 
     def _decoded_many(self, wire: Tensor, placed: Segments, segments: Segments) -> Tensor:
         """All tensors of a message in a new buffer."""
-        decoded = torch.empty(segments.numel, device=wire.device)
+        decoded = torch.empty(segments.numel, dtype=torch.float32, device=wire.device)
         self.quantizer.decode_add(wire, placed, decoded, onto="blank")
         return self.rotation.rotated_many(decoded, segments)
 

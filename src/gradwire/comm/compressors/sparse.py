@@ -249,7 +249,7 @@ class Chunked(Sparsifier):
         """Where the chunk of each sent element begins: int64 [kept]."""
         length = self.length(shape)
         whole = numel(shape) // length
-        order = torch.arange(whole, device=device).repeat_interleave(self.of_chunk(length))
+        order = torch.arange(whole, dtype=torch.int64, device=device).repeat_interleave(self.of_chunk(length))
         rest = order.new_full((self.kept(shape) - order.numel(),), whole)
         return torch.cat([order, rest]) * length
 

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet, ref
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -34,6 +35,7 @@ from gradwire.comm.parallel.wrap import hook, wrapper_of
 from gradwire.comm.torch_internals import ParameterGroup, allocating, has_step_hooks, timeout_of, version_of
 
 
+@torch.inference_mode(False)  # later steps change what it allocates
 def compress_gradients(
     model: nn.Module,
     compressor: Given,

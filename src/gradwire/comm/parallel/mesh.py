@@ -59,7 +59,7 @@ def check(world: int, sizes: dict[str, int]) -> None:
 def local(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a sharded tensor, another tensor as it is; both share memory with it."""
     if (shards := shards_of(tensor)) is not None:
-        return shards[0].tensor if shards else torch.empty(0)
+        return shards[0].tensor if shards else torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 

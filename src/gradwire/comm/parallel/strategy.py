@@ -245,7 +245,7 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> float:
     strategy = strategy_of(model)
     gradients = local_gradients(model)
     norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
-    square = torch.stack([torch.zeros((), device=strategy.device), *norms]).double().square().sum()
+    square = torch.stack([torch.zeros((), dtype=torch.float32, device=strategy.device), *norms]).double().square().sum()
     if strategy.kind == "reduce_scatter":
         ops.all_reduce(square, "sum", strategy.shards)
     total = square.sqrt().item()

@@ -144,9 +144,15 @@ def replicated(model: nn.Module, optimizer: Optimizer | None, drifting: bool = F
         yield from optimizer.shared()
     if optimizer is not None:
         steps = [float(state["step"]) for state in optimizer.state.values() if "step" in state]
-        yield "the optimizer's number of steps", torch.tensor(max(steps, default=0.0))
+        yield (
+            "the optimizer's number of steps",
+            torch.tensor(max(steps, default=0.0), dtype=torch.float32, device="cpu"),
+        )
         for index, group in enumerate(optimizer.param_groups):
-            yield f"the learning rate of parameter group {index}", torch.tensor(float(group["lr"]), dtype=torch.float64)
+            yield (
+                f"the learning rate of parameter group {index}",
+                torch.tensor(float(group["lr"]), dtype=torch.float64, device="cpu"),
+            )
 
 
 def data(tensor: Tensor) -> memoryview:

@@ -78,7 +78,7 @@ class Kernel:
         if self.decode_add is None or method.wire_bytes(shape) is None:
             return None
         segments = alone(method, shape)
-        out = torch.empty(segments.numel, device=wire.device)
+        out = torch.empty(segments.numel, dtype=torch.float32, device=wire.device)
         self.decode_add(method, wire.unsqueeze(0), segments, out, "blank")
         return out
 

@@ -45,7 +45,7 @@ class Bins(Quantizer):
         sums.index_add_(0, codes, values)
         counts.index_add_(0, codes, torch.ones_like(values))
         means = (sums / counts.clamp_min(1)).to(torch.float32)
-        means[:1] += torch.where(width.isfinite(), 0.0, math.nan)
+        means[:1] += torch.zeros_like(width).masked_fill_(~width.isfinite(), math.nan)
         return torch.cat([means.view(torch.uint8), pack(codes, self.bits)])
 
     def from_wire(self, wire: Tensor, shape: tuple[int, ...]) -> Tensor:

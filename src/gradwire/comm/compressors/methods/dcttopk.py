@@ -83,7 +83,10 @@ def divisor(n: int, most: int) -> int:
 @lru_cache(maxsize=64)
 def cosines(n: int, device: torch.device) -> Tensor:
     """Return the orthonormal DCT-II of n elements: float64 [n, n]."""
-    frequency, time = torch.arange(n, dtype=torch.float64).view(-1, 1), torch.arange(n, dtype=torch.float64)
+    frequency, time = (
+        torch.arange(n, dtype=torch.float64, device="cpu").view(-1, 1),
+        torch.arange(n, dtype=torch.float64, device="cpu"),
+    )
     matrix = torch.cos(math.pi / n * (time + 0.5) * frequency) * math.sqrt(2 / n)
     matrix[0] *= math.sqrt(0.5)
     return matrix.to(device)

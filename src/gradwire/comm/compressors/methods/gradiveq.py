@@ -149,11 +149,11 @@ class GradiVeQ(Compressor):
         if not self.compresses(shape):
             return {}
         return {
-            "steps": torch.zeros((), dtype=torch.int64),
-            "count": torch.zeros((), dtype=torch.float64),
-            "total": torch.zeros(self.slice, dtype=torch.float64),
-            "moment": torch.zeros(self.slice, self.slice, dtype=torch.float64),
-            "basis": torch.zeros(1 + self.components, self.slice),
+            "steps": torch.zeros((), dtype=torch.int64, device="cpu"),
+            "count": torch.zeros((), dtype=torch.float64, device="cpu"),
+            "total": torch.zeros(self.slice, dtype=torch.float64, device="cpu"),
+            "moment": torch.zeros(self.slice, self.slice, dtype=torch.float64, device="cpu"),
+            "basis": torch.zeros(1 + self.components, self.slice, dtype=torch.float32, device="cpu"),
         }
 
     def rounds(self, x: Tensor, state: State, context: Context) -> Rounds:

@@ -66,7 +66,7 @@ class Natural(BlockQuantizer):
         blocks = self.in_blocks(values)
         largest = blocks.abs().amax(dim=1).view(torch.int32) >> MANTISSA
         lowest = (largest + 2 - POWERS).clamp_(min=1)
-        scaled = blocks * torch.tensor(SCALES, device=x.device)[lowest].unsqueeze(1)
+        scaled = blocks * torch.tensor(SCALES, dtype=torch.float32, device=x.device)[lowest].unsqueeze(1)
         codes = self.exponents(scaled.view(-1)[: x.numel()], noise).clamp_(max=POWERS).to(torch.uint8)
         return torch.cat([lowest.to(torch.uint8), minus << 7 | codes])
 

@@ -79,7 +79,11 @@ class PowerSGD(Compressor):
 
     def new_state(self, shape: Shape, seed: int) -> State:
         """A random Q."""
-        return {"q": self.drawn(shape, torch.tensor([seed]))} if self.warm_start and self.compresses(shape) else {}
+        return (
+            {"q": self.drawn(shape, torch.tensor([seed], dtype=torch.int64, device="cpu"))}
+            if self.warm_start and self.compresses(shape)
+            else {}
+        )
 
     def elementwise(self, shape: Shape) -> bool:
         """What travels as float32."""
@@ -100,7 +104,7 @@ class PowerSGD(Compressor):
         if self.warm_start:
             start = state["q"].to(x.device)
         else:
-            start = self.drawn(x.shape, torch.tensor([context.derived_seed()], device=x.device))
+            start = self.drawn(x.shape, torch.tensor([context.derived_seed()], dtype=torch.int64, device=x.device))
         product = (start.mT @ x.mT).mT.contiguous()  # on a CPU in a third of the time of x @ start
         p = orthonormal((yield Ask("sum", product, spare=True)))
         q = (yield Ask("sum", (p.mT @ x).mT.contiguous(), spare=True)) / context.world

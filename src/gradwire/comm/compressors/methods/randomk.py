@@ -120,7 +120,7 @@ def permuted(seed: Tensor, n: int, k: int) -> Tensor:
         int64 [k] on the seed's device.
     """
     keys = words(seed, ROUNDS)
-    images = crossed(torch.arange(k, device=seed.device), keys, n)
+    images = crossed(torch.arange(k, dtype=torch.int64, device=seed.device), keys, n)
     while (outside := (images >= n).nonzero().view(-1)).numel():
         images[outside] = crossed(images[outside], keys, n)
     return images

@@ -64,7 +64,7 @@ class SignSGD(BlockQuantizer):
 
     def scales(self, values: Tensor) -> Tensor:
         """Mean magnitude of each block: float32 [blocks]."""
-        starts = torch.arange(0, values.numel(), self.block, device=values.device)
+        starts = torch.arange(0, values.numel(), self.block, dtype=torch.int64, device=values.device)
         counts = (values.numel() - starts).clamp_max(self.block)
         blocks = self.in_blocks(values.abs())
         return (blocks.sum(dim=1, dtype=torch.float64) / counts).to(torch.float32)
@@ -80,7 +80,7 @@ class SignSGD(BlockQuantizer):
         """Scales (float32 [b]) and the number of elements per scale; without scales, one for all: 1 or NaN."""
         if self.scale == "mean":
             return as_numbers(head, torch.float32), self.block
-        return torch.where(head == 0, 1.0, torch.nan), max(1, numel(shape))
+        return unspoiled(head == 0), max(1, numel(shape))
 
     def rounds(self, x: Tensor, state: State, context: Context) -> Rounds:
         """The majority's sign of each element."""
@@ -89,10 +89,14 @@ class SignSGD(BlockQuantizer):
         bits = ballots[:, self.head_bytes(context.shape) :]
         lanes = [((bits >> lane) & 1).sum(dim=0, dtype=torch.int32) for lane in range(8)]
         against = torch.stack(lanes, dim=1).view(-1)[: x.numel()]
-        unspoiled = torch.where((ballots[:, 0] == 0).all(), 1.0, torch.nan)
-        mean = (context.world - 2 * against).sign() * unspoiled
+        mean = (context.world - 2 * against).sign() * unspoiled((ballots[:, 0] == 0).all())
         return mean.view(context.shape), self.decoded(wire, context.shape).view(context.shape)
 
     def round_cost(self, shape: Shape, step: int | None = None) -> RoundCost:
         """The wire."""
         return RoundCost(gathered=self.wire_bytes(shape))
+
+
+def unspoiled(finite: Tensor) -> Tensor:
+    """1 where a flag is set, else NaN: float32."""
+    return torch.ones_like(finite, dtype=torch.float32).masked_fill_(~finite, torch.nan)

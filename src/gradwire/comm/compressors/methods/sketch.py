@@ -98,7 +98,9 @@ class Sketch(Compressor):
         seed, table = as_numbers(wire[:8], torch.int64), as_numbers(wire[8:], torch.float32)
         estimates = self.estimates(table.view(self.rows, -1), seed, numel(shape))
         places = largest_places(estimates, self.kept(shape))
-        return torch.zeros(numel(shape), device=wire.device).index_copy_(0, places, estimates[places])
+        return torch.zeros(numel(shape), dtype=torch.float32, device=wire.device).index_copy_(
+            0, places, estimates[places]
+        )
 
     def multipliers(self, seed: Tensor) -> Tensor:
         """Each row's a and b for the column, and for the sign: int64 [rows, 4], to be taken modulo 2^64."""
@@ -107,10 +109,10 @@ class Sketch(Compressor):
 
     def hashes(self, seed: Tensor, count: int, columns: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Row by row, the column of each of ``count`` elements (int64) and its sign (float32, 1 or -1)."""
-        keys = torch.arange(count, device=seed.device)
+        keys = torch.arange(count, dtype=torch.int64, device=seed.device)
         for a, b, c, d in self.multipliers(seed):
             column = (((keys * a + b) >> 32) & WORD) * columns >> 32
-            yield column, torch.where(keys * c + d < 0, -1.0, 1.0)
+            yield column, 1 - 2 * (keys * c + d < 0).to(torch.float32)
 
     def table(self, x: Tensor, seed: Tensor) -> Tensor:
         """The sketch of ``x``: float32 [rows, columns]."""
@@ -130,7 +132,7 @@ class Sketch(Compressor):
         """Sum the tables, then exact values where the summed table's estimates are largest."""
         if not self.compresses(x.shape):
             return (yield Ask("sum", x, rows=True)) / context.world, x
-        seed = torch.tensor([context.derived_seed()], device=x.device)
+        seed = torch.tensor([context.derived_seed()], dtype=torch.int64, device=x.device)
         table = yield Ask("sum", self.table(x, seed))
         places = largest_places(self.estimates(table, seed, x.numel()), self.examined(x.shape))
         values = x.view(-1)[places]

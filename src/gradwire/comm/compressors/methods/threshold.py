@@ -77,7 +77,7 @@ class Threshold(Sparsifier):
 
     def head(self, coded: Tensor, count: int) -> Tensor:
         """The number of places before their code."""
-        return torch.cat([torch.tensor([count], device=coded.device).view(torch.uint8), coded])
+        return torch.cat([torch.tensor([count], dtype=torch.int64, device=coded.device).view(torch.uint8), coded])
 
     def places(self, wire: Tensor, shape: Shape) -> tuple[Tensor, int]:
         """Read the number and the code of the places."""

@@ -74,6 +74,7 @@ class CommunicatingAdam(Communicating, AdamW):
         BadInput: If there is no warm-up, a group has ``amsgrad`` or ``maximize``, or as `Communicating.attach`.
     """
 
+    @torch.inference_mode(False)  # later steps change what it allocates
     def __init__(
         self,
         params: Iterable[Any],
@@ -207,7 +208,7 @@ class CommunicatingAdam(Communicating, AdamW):
 
     def means(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the means over the ranks of one tensor per trainable parameter, by name, in float32."""
-        means = {name: torch.empty(p.shape, device=p.device) for name, p in self.shards.items()}
+        means = {name: torch.empty(p.shape, dtype=torch.float32, device=p.device) for name, p in self.shards.items()}
         self.layout.unpack(self.reducer.all_reduce(self.layout.pack(tensors), self.layout), means)
         return means
 
@@ -297,6 +298,7 @@ class ZeroOneAdam(CommunicatingAdam):
         BadInput: If an option is out of range, or as the base class.
     """
 
+    @torch.inference_mode(False)  # later steps change what it allocates
     def __init__(
         self,
         params: Iterable[Any],
@@ -451,5 +453,5 @@ def update_steps(dense: int, end: int, kappa: int) -> set[int]:
 
 def moments_of(p: nn.Parameter) -> dict[str, Tensor]:
     """Return the state of a parameter that took no step."""
-    counts = {key: torch.zeros((), dtype=torch.float32) for key in ("step", "variance_steps")}
+    counts = {key: torch.zeros((), dtype=torch.float32, device="cpu") for key in ("step", "variance_steps")}
     return counts | {key: torch.zeros_like(p) for key in MOMENTS}

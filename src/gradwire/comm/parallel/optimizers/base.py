@@ -321,7 +321,7 @@ class Communicating(Optimizer):
         group, device = strategy_of(self.model).group, strategy_of(self.model).device
         if not math.isfinite(norm):
             self.reducer.codec.note(torch.ones(1, dtype=torch.uint8, device=device))
-        square = torch.tensor([norm**2], device=device)
+        square = torch.tensor([norm**2], dtype=torch.float32, device=device)
         sums = square if total is None else torch.cat([total, square])
         taken = self.reducer.finish(sums, wait=wait)
         if total is not None:

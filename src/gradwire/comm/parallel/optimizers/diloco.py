@@ -77,6 +77,7 @@ class DiLoCo(Communicating):
     regroups: ClassVar[bool] = True
     """Whether it takes a manager."""
 
+    @torch.inference_mode(False)  # later steps change what it allocates
     def __init__(
         self,
         optimizer: Optimizer,

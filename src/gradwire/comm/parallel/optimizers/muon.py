@@ -82,7 +82,9 @@ class Muon(AdamW):
                 continue
             if "momentum_buffer" not in self.state[p]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-                self.state[p]["step"] = torch.zeros((), dtype=torch.float32)  # AdamW looks for it in a loaded state
+                self.state[p]["step"] = torch.zeros(
+                    (), dtype=torch.float32, device="cpu"
+                )  # AdamW looks for it in a loaded state
             self.state[p]["step"] += 1
             shard_gradient, momentum = local(gradient), local(self.state[p]["momentum_buffer"])
             momentum.lerp_(shard_gradient, 1 - MOMENTUM)

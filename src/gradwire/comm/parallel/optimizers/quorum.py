@@ -45,7 +45,7 @@ from gradwire.comm.torch_internals import abort_quorum_group, managed, quorum_gr
 
 ATTEMPTS = 20  # of one round's average
 PATIENCE_S = 10.0  # seconds of waiting for groups after which there is a message
-NOTHING = torch.zeros(1, dtype=torch.int64)
+NOTHING = torch.zeros(1, dtype=torch.int64, device="cpu")
 LOST = (RuntimeError, RunFault)  # what a collective raises if it lacks a rank
 
 
@@ -275,7 +275,7 @@ class Quorum:
         if group is None:
             raise RuntimeError("the groups of the quorum could not connect")
         averages = self._averages and not self._manager.errored()  # else the state of another one did not arrive
-        call = torch.tensor([self.number, averages, len(self.rounds), digest])
+        call = torch.tensor([self.number, averages, len(self.rounds), digest], dtype=torch.int64, device="cpu")
         numbers, trains, rounds, digests = ops.all_gather(call, group, "control", self._reducer.meter).unbind(1)
         twins = (numbers == self.number).nonzero().flatten().tolist()
         if len(twins) > 1:
@@ -352,7 +352,7 @@ def digest_of(tensors: Iterable[Tensor]) -> Tensor:
     digest = 0
     for tensor in tensors:
         digest = zlib.crc32(tensor.detach().cpu().contiguous().numpy().data, digest)
-    return torch.tensor([digest])
+    return torch.tensor([digest], dtype=torch.int64, device="cpu")
 
 
 def prepare_group(

@@ -53,6 +53,7 @@ class ReplayDiLoCo(DiLoCo):
 
     regroups = False  # it reduces embeddings by a second reducer
 
+    @torch.inference_mode(False)  # later steps change what it allocates
     def __init__(self, optimizer: Optimizer, model: nn.Module, *, embeddings: AnyCompressor, **options: Any) -> None:
         compressor = as_compressor(embeddings)
         super().__init__(optimizer, model, **options)

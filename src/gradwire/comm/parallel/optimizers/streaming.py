@@ -162,7 +162,9 @@ class StreamingDiLoCo(DiLoCo):
             if not 0 <= flying["fragment"] < len(self.fragments):
                 raise BadInput(f"the state has fragment {flying['fragment']} in flight, of {len(self.fragments)}.")
             numel = self.fragments[flying["fragment"]].numel
-            state.check_tensors({"mean": flying["mean"]}, {"mean": torch.empty(numel, device="meta")}, "means")
+            state.check_tensors(
+                {"mean": flying["mean"]}, {"mean": torch.empty(numel, dtype=torch.float32, device="meta")}, "means"
+            )
 
     def load_round_state(self, saved: Mapping[str, Any]) -> None:
         """Copy the base class's state, and what is in flight."""

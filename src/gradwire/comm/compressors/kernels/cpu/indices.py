@@ -26,7 +26,7 @@ def encode(places: Tensor, n: int, code: CodeName) -> Tensor:
     chosen, low, lower, size = fixed(n, places.numel(), code)
     if low > WIDEST:
         return indices.encode(places, n, code)
-    wire = torch.empty(size, dtype=torch.uint8)
+    wire = torch.empty(size, dtype=torch.uint8, device="cpu")
     write(places.numpy(), chosen, low, lower, wire.numpy())
     return wire
 
@@ -37,7 +37,7 @@ def decode(wire: Tensor, n: int, k: int, code: CodeName) -> tuple[Tensor, int]:
     without_header(wire, n, k, code)
     if low > WIDEST:
         return indices.decode(wire, n, k, code)
-    places = torch.empty(k, dtype=torch.int64)
+    places = torch.empty(k, dtype=torch.int64, device="cpu")
     if not read(wire[:size].numpy(), chosen, low, lower, n, places.numpy()):
         raise ValueError(f"invalid payload: the indices are not ascending, distinct and below {n}, or not {k}")
     return places, size

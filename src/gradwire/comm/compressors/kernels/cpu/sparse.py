@@ -37,7 +37,7 @@ FINITE = 0x7F800000 >> FIRST_SHIFT  # from this first digit on it is not finite
 
 def place(method: Sparsifier, values: Tensor, places: Tensor, shape: Shape) -> Tensor:
     """Zeros, and the values times the gain at their places, which are known to be below the number of elements."""
-    out = torch.zeros(numel(shape))
+    out = torch.zeros(numel(shape), dtype=torch.float32, device="cpu")
     scatter(values.numpy(), np.float32(method.gain(shape)), places.numpy(), out.numpy())
     return out
 
@@ -156,7 +156,11 @@ def pick_topk(method: TopK, x: Tensor, generator: torch.Generator | None) -> tup
     """Head, values, and whether x is not finite."""
     largest, bad = largest_places(x.view(-1).numpy().view(np.int32), method.kept(x.numel()))
     kept = torch.from_numpy(largest)
-    return indices.encode(kept, x.numel(), method.indices), x.view(-1)[kept], torch.tensor([bad])
+    return (
+        indices.encode(kept, x.numel(), method.indices),
+        x.view(-1)[kept],
+        torch.tensor([bad], dtype=torch.bool, device="cpu"),
+    )
 
 
 def topk_places(method: TopK, wire: Tensor, shape: Shape) -> tuple[Tensor, int]:
@@ -228,7 +232,11 @@ def pick_randomk(method: RandomK, x: Tensor, generator: torch.Generator | None) 
     seed = draw_seed(generator, x.device, method.name)
     chosen = permuted(int(seed), x.numel(), method.kept(x.numel()))
     bad = largest(x.view(-1).numpy().view(np.uint32)) >= INFINITY
-    return seed.view(torch.uint8), x.view(-1).index_select(0, chosen), torch.tensor([bool(bad)])
+    return (
+        seed.view(torch.uint8),
+        x.view(-1).index_select(0, chosen),
+        torch.tensor([bool(bad)], dtype=torch.bool, device="cpu"),
+    )
 
 
 def randomk_places(method: RandomK, wire: Tensor, shape: Shape) -> tuple[Tensor, int]:
@@ -238,7 +246,7 @@ def randomk_places(method: RandomK, wire: Tensor, shape: Shape) -> tuple[Tensor,
 
 def permuted(seed: int, n: int, k: int) -> Tensor:
     """The images of 0..k-1: int64 [k]."""
-    out = torch.empty(k, dtype=torch.int64)
+    out = torch.empty(k, dtype=torch.int64, device="cpu")
     if k:
         fill_images(seed, n, *halves(n), out.numpy())
     return out

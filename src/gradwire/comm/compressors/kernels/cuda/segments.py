@@ -275,9 +275,11 @@ def tiles_of(segments: Segments, tile: int, device: torch.device) -> Tensor:
     """Every tile's segment and index in it: int32 [tiles, 2]."""
 
     def make() -> Tensor:
-        counts = torch.tensor([triton.cdiv(segment.numel, tile) for segment in segments], dtype=torch.int64)
+        counts = torch.tensor(
+            [triton.cdiv(segment.numel, tile) for segment in segments], dtype=torch.int64, device="cpu"
+        )
         owners = torch.repeat_interleave(counts)
-        indices = torch.arange(len(owners)) - (counts.cumsum(0) - counts)[owners]
+        indices = torch.arange(len(owners), dtype=torch.int64, device="cpu") - (counts.cumsum(0) - counts)[owners]
         return torch.stack([owners, indices], dim=1).to(torch.int32).to(device)
 
     return segments.derive(("tiles", tile, device), make)
