@@ -14,7 +14,7 @@ from test_training import run, shards, words  # noqa: F401  a fixture
 
 from gradwire.base.files import read_yaml
 from gradwire.bench.config import Training
-from gradwire.bench.statistics.kinds import weights
+from gradwire.bench.kinds import weights
 from gradwire.bench.training.step import Stepper
 from gradwire.bench.training.timetable import timetable
 from gradwire.comm.parallel.optimizers.diloco import Rounds

@@ -44,7 +44,7 @@ from gradwire.base.failures import diverged
 from gradwire.base.files import write_json
 from gradwire.base.flags import output_file
 from gradwire.base.strict import Strict
-from gradwire.bench.statistics.kinds import weights
+from gradwire.bench.kinds import weights
 from gradwire.bench.trace.events import (
     OPS,
     Intervals,

@@ -33,7 +33,7 @@ def rehearse(
     starts = accumulate(map(math.prod, forms), initial=0)
     tensors = [*zip(starts, forms, strict=False)]
     generator = torch.Generator(device).manual_seed(0)
-    values = torch.randn(sum(map(math.prod, forms)), generator=generator, device=device)
+    values = torch.randn(sum(map(math.prod, forms)), generator=generator, dtype=torch.float32, device=device)
     for compressor in dict.fromkeys(compressors):
         for start, form in tensors:
             x = values[start : start + math.prod(form)].view(form)
