@@ -174,7 +174,7 @@ def test_key_columns_stay_in_sight_while_the_table_scrolls(browser, page_file, w
 
 def test_the_first_number_is_on_a_phone_s_first_screen(browser, page_file):
     opened = Opened(browser, page_file, 390, height=844)
-    number = opened.page.locator("#headline strong").first
+    number = opened.page.locator("#headline .answer strong").first
     assert re.match(r"[\d.,]+ times ", number.inner_text())
     box = number.bounding_box()
     assert box["x"] >= 0 and box["x"] + box["width"] <= 390

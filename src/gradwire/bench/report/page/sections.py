@@ -21,7 +21,7 @@ from gradwire.bench.config import BASELINE
 from gradwire.bench.report.page import curves, fronts, ranks, speed
 from gradwire.bench.report.page.data import Content, Data, Failures, Section, section
 from gradwire.bench.report.page.style import Drawing, timed
-from gradwire.bench.report.rows.checks import gates, listed, privacy, validations
+from gradwire.bench.report.rows.checks import finished, gates, listed, privacy, validations
 from gradwire.bench.report.rows.measurements import measurement_of, unpredictable, usable
 from gradwire.bench.report.rows.quality import mean_percent_worse
 from gradwire.bench.report.rows.record import Result
@@ -87,7 +87,8 @@ def headline(data: Data) -> Content:
         absent = NO_RESULT if data.cells is None else f"no compressor and {BASELINE} ran on several ranks"
         return {"failures": failures, "notes": [f"No finding: {absent}."]} if failures else absent
     first = data.findings[0]
-    broken = [gate for gate in gates(data.results, data.cells, data.results_dir, data.shared) if gate.state == "failed"]
+    checks = gates(data.results, data.cells, data.results_dir, data.shared)
+    broken = [gate for gate in checks if gate.state == "failed" and gate != finished(data.results)]
     notes = [f"A check failed: {gate.name}: {gate.text}" for gate in broken]
     content = {
         "failures": failures,

@@ -75,7 +75,7 @@ class PerplexityReference:
 
     @classmethod
     def of(cls, name: str, rows: Iterable[Result]) -> Self:
-        """Keep the rows that have a perplexity of their own training."""
+        """Keep the rows with a perplexity that is not another run's."""
         return cls(name, tuple(row for row in rows if row.val_ppl is not None and row.own_quality))
 
     def seeds(self, row: Result, strategy: str | None = None) -> dict[int, Result]:
@@ -116,13 +116,13 @@ class PerplexityReference:
             if row.averages
             and (row.inner, row.strategy, row.world_size) == (first.inner, first.strategy, first.world_size)
         }
-        found = []
+        ranked = []
         for label, row in labels.items():
             base = self.seeds(row.model_copy(update={"link": first.link}))
             if worse := percent_worse(perplexities(runs), perplexities(base)):
                 mean = fmean(perplexities(base).values())
-                found.append(((label != BASELINE, row.hooked, -len(base), mean), Quality(runs, label, worse)))
-        return min(found, key=itemgetter(0))[1] if found else Quality(runs)
+                ranked.append(((label != BASELINE, row.hooked, -len(base), mean), Quality(runs, label, worse)))
+        return min(ranked, key=itemgetter(0))[1] if ranked else Quality(runs)
 
 
 class Quality(NamedTuple):
@@ -154,7 +154,7 @@ def cell_key(row: Result) -> CellKey:
 
 
 def qualities(rows: Iterable[Result], reference: PerplexityReference) -> dict[CellKey, Quality]:
-    """The quality of each cell: of its own runs, or of those whose perplexities count for it.
+    """The quality of each cell: that of its runs, or of those whose perplexities count for it.
 
     A percentage never mixes both: its two runs are of one experiment, with one seed.
 
@@ -165,13 +165,13 @@ def qualities(rows: Iterable[Result], reference: PerplexityReference) -> dict[Ce
     of_cell: defaultdict[CellKey, list[Result]] = defaultdict(list)
     for row in rows:
         of_cell[cell_key(row)].append(row)
-    own = PerplexityReference.of("these runs", (row for cell in of_cell.values() for row in cell))
-    return {key: _quality(cell, own, reference) for key, cell in of_cell.items()}
+    measured = PerplexityReference.of("these runs", (row for cell in of_cell.values() for row in cell))
+    return {key: _quality(cell, measured, reference) for key, cell in of_cell.items()}
 
 
-def _quality(cell: Sequence[Result], own: PerplexityReference, reference: PerplexityReference) -> Quality:
+def _quality(cell: Sequence[Result], measured: PerplexityReference, reference: PerplexityReference) -> Quality:
     if runs := {row.seed: row for row in cell if row.val_ppl is not None and row.own_quality}:
-        return own.compared(runs)
+        return measured.compared(runs)
     try:
         return reference.compared(reference.seeds(cell[0]))
     except BadInput:
@@ -224,9 +224,9 @@ def reference_of(rows: Sequence[Result], path: Path) -> tuple[PerplexityReferenc
         path: Their file.
     """
     borrowed = [row for row in rows if not row.own_quality and row.quality_from]
-    own = {row.run_name: row.val_ppl for row in rows if row.own_quality}
+    measured = {row.run_name: row.val_ppl for row in rows if row.own_quality}
     sources = {row.run_name: (row.quality_from or "").partition(": ") for row in borrowed}
-    if all(own.get(sources[row.run_name][2]) == row.val_ppl for row in borrowed):  # of the same experiment
+    if all(measured.get(sources[row.run_name][2]) == row.val_ppl for row in borrowed):  # of the same experiment
         return PerplexityReference.of(str(path), rows), []
     named = sorted({name for name, _, _ in sources.values()})
     if len(named) == 1 and Path(named[0]).is_file():

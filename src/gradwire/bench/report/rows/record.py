@@ -213,7 +213,7 @@ class Result(Row):
 
     @property
     def own_quality(self) -> bool:
-        """Whether its perplexity, if it has one, is of its own training."""
+        """Whether its perplexity, if it has one, is not another run's."""
         return self.quality_from in (None, *OWN_QUALITY)
 
     @property

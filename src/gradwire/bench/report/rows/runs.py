@@ -80,7 +80,7 @@ def runs_on_disk(results_dir: Path) -> list[Run]:
 
 def unusable(results_dir: Path) -> list[tuple[Path, str]]:
     """The files of runs that cannot be read, and why; a record of another schema version can be read elsewhere."""
-    found = []
+    bad = []
     for run in runs_on_disk(results_dir):
         for name, model in MEASURED.items():
             path = results_dir / "runs" / run.path / name
@@ -88,8 +88,8 @@ def unusable(results_dir: Path) -> list[tuple[Path, str]]:
                 if path.is_file() and read_json(path).get("schema_version", SCHEMA_VERSION) == SCHEMA_VERSION:
                     _load(model, path)
             except (BadInput, AttributeError) as error:
-                found.append((path, str(error)))
-    return found
+                bad.append((path, str(error)))
+    return bad
 
 
 def joined(
@@ -164,7 +164,7 @@ def collect(results_dir: Path, experiment: Path | None = None) -> list[Result]:
 
 
 def scaling_efficiencies(results: Sequence[Result]) -> dict[Run, float]:
-    """Tokens/s per rank over one rank's on like hardware and with the same seed: of its own label, or the baseline."""
+    """Tokens/s per rank over one rank's on like hardware and with the same seed: of the same label, or the baseline."""
     alone: defaultdict[tuple[str, str], dict[Any, float]] = defaultdict(dict)
     for row in results:
         if (row.status, row.world_size, row.link) == ("ok", 1, UNSHAPED) and row.tokens_per_s:

@@ -173,7 +173,7 @@ def ending(row: Result) -> str:
 
 
 def by_quality(cells: pd.DataFrame) -> pd.DataFrame:
-    """The cells with a perplexity of their own training, else one cell of each label, the best of each group first."""
+    """The cells whose perplexity is not that of others, else one cell of each label, the best of each group first."""
     cell = ["strategy", "world_size", "compressor"]
     first = cells.sort_values(["borrowed", "rate"])
     shown = first[~first["borrowed"] | ~first.duplicated(cell)]
