@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -68,6 +68,10 @@ class Handle:
 
     def if_failed(self, call: Callable[[BaseException], object]) -> None:
         """Call a function with the error if the reduction fails or has failed."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Wait: a copy has the mean."""
+        return Handle, (self.wait(),)
 
 
 class ReductionQueue:

@@ -24,6 +24,7 @@ from gradwire.comm.closed_forms import FLOAT32_BYTES, rank_bytes
 from gradwire.comm.collectives import ops, state
 from gradwire.comm.collectives.algorithms import ALGORITHMS, Algorithm, Ranks
 from gradwire.comm.collectives.codec import Codec
+from gradwire.comm.collectives.groups import Shared
 from gradwire.comm.collectives.layout import Kind, Layout
 from gradwire.comm.collectives.meter import METER, Meter, Traffic
 from gradwire.comm.collectives.queue import Handle, ReductionQueue, Task, build_queue, connect
@@ -163,6 +164,7 @@ class Reducer:
     ) -> None:
         check_initialized("a Reducer")
         schedule, checked = check_options(compressor, **options)
+        self._given = {"compressor": as_compressor(compressor), "seed": seed, "draws": draws, **options}
         self.compressor = schedule.at(0)
         self.group = group
         self.world = dist.get_world_size(group)
@@ -189,6 +191,16 @@ class Reducer:
         )
         self._queue: ReductionQueue | None = None  # from the first reduction on
         self._kept: list[Reduced] | None = None  # of a `keeping` that has not ended
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return what copies and pickles: the arguments, the same ranks, and this rank's state.
+
+        Raises:
+            BadInput: If it is more than a `Reducer`, or the ranks cannot be pickled.
+        """
+        if type(self) is not Reducer:
+            raise BadInput(f"{type(self).__name__} belongs to its ranks and cannot be copied: save its state_dict().")
+        return copied, (self._given, Shared(self.group), self.parts, self.loss_scale, self._claimed, self.state_dict())
 
     @property
     def step(self) -> int:
@@ -721,6 +733,33 @@ class Reducer:
             f"Was a parameter replaced, converted or unfrozen after the reducer was attached, or is a backward pass "
             f"around it or in no_sync?"
         )
+
+
+def copied(
+    given: dict[str, Any],
+    group: Shared,
+    parts: Mapping[str, Reducer],
+    loss_scale: float,
+    claimed: Collection[str],
+    state_dict: Mapping[str, Any],
+) -> Reducer:
+    """Return a copy of a reducer, which has sent nothing and watches no model.
+
+    Args:
+        given: The arguments.
+        group: The ranks.
+        parts: Copies of its parts.
+        loss_scale: As of the reducer.
+        claimed: The names of the parameters that it keeps something of.
+        state_dict: Its state.
+    """
+    reducer = Reducer(group=group.group, **given)
+    for name, part in parts.items():
+        reducer.join(name, part)
+    reducer.loss_scale = loss_scale
+    reducer.claim(claimed)
+    reducer.load_state_dict(state_dict)
+    return reducer
 
 
 def _sum(total: Any, added: Any) -> Any:

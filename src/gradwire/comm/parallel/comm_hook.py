@@ -8,7 +8,7 @@ It fits `DistributedDataParallel.register_comm_hook(state, hook)` (PyTorch, "DDP
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from gradwire.comm.collectives.queue import Handle
 from gradwire.comm.collectives.reducer import check_options
 from gradwire.comm.compressors import as_compressor
 from gradwire.comm.compressors.base import Compressor
+from gradwire.comm.parallel.attached import Attached
 from gradwire.comm.parallel.buckets import BUCKET_MB, FEWEST, BucketReduction, plan
 from gradwire.comm.parallel.checks import (
     check_agreement,
@@ -216,7 +217,7 @@ def hooked_buckets(
 
 
 # Why: docs/decisions.md, "`comm_hook` ends its steps itself".
-class CommHookState:
+class CommHookState(Attached):
     """The state of `comm_hook`: a reducer, and a torch `Stateful`, whose ``state_dict`` belongs in a checkpoint.
 
     Args:
@@ -246,6 +247,10 @@ class CommHookState:
             self._buckets = self._build()
         return self._buckets
 
+    def take(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """Take a bucket of DDP; as `HookedBuckets.take`."""
+        return self.buckets.take(bucket)
+
     @property
     def reducer(self) -> Reducer:
         """The reducer; it needs a process group."""
@@ -266,14 +271,21 @@ class CommHookState:
         self.reducer.codec.check_names({*self._names.values()})
 
 
-def reduce_bucket(state: CommHookState, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+class TakesBuckets(Protocol):
+    """The state of a hook."""
+
+    def take(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """Take a bucket of DDP; as `HookedBuckets.take`."""
+
+
+def reduce_bucket(state: TakesBuckets, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """The hook: DDP calls it with each bucket of a backward pass that synchronizes."""
-    return state.buckets.take(bucket)
+    return state.take(bucket)
 
 
 def comm_hook(
     model: nn.Module, compressor: Compressor | str | Mapping[str, Any], **options: Any
-) -> tuple[CommHookState, Callable[[CommHookState, dist.GradBucket], torch.futures.Future[Tensor]]]:
+) -> tuple[CommHookState, Callable[[TakesBuckets, dist.GradBucket], torch.futures.Future[Tensor]]]:
     """Return ``(state, hook)`` that compress the gradients of DDP: ``ddp.register_comm_hook(state, hook)``.
 
     Every backward pass that synchronizes is one step of the reducer, so nothing is left to call. A NaN or infinity

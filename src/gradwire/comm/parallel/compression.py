@@ -130,6 +130,17 @@ class Compression:
         self._stepping = WeakSet[Optimizer]()  # optimizers in their step
         self._ending: Ending | None = None  # a step whose agreement runs while an optimizer computes
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Refuse to be copied or pickled.
+
+        Raises:
+            BadInput: A compression is of one model and its optimizers.
+        """
+        raise BadInput(
+            "a compression belongs to its model and cannot be copied or pickled: save its state_dict(), and call "
+            "gradwire.compress_gradients for the copy of the model."
+        )
+
     @property
     def traffic(self) -> dict[str, Any]:
         """Bytes of this rank since the start: ``raw`` is what float32 would have sent, ``sent`` what was sent.

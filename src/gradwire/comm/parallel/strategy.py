@@ -21,13 +21,14 @@ from gradwire.comm.collectives.layout import Kind
 from gradwire.comm.collectives.ops import Group
 from gradwire.comm.collectives.parameters import Replica
 from gradwire.comm.parallel import mesh
+from gradwire.comm.parallel.attached import Attached
 from gradwire.comm.parallel.buckets import BUCKET_MB, MB
 from gradwire.comm.parallel.mesh import has_gradient, local
 from gradwire.comm.parallel.names import named_parameters, trainable
 from gradwire.comm.torch_internals import at_end_of_backward, backward_id, computes_gradients
 
 
-class Strategy(ABC):
+class Strategy(Attached, ABC):
     """A kind of data parallelism; every wrapped model has its own instance.
 
     Args:
@@ -143,7 +144,7 @@ class Strategy(ABC):
         """Return the number of elements that the framework itself would reduce in a step, padding included."""
         return sum(parameter.numel() for parameter in wrapped.parameters() if parameter.requires_grad)
 
-    def changed(self, wrapped: nn.Module) -> None:  # noqa: B027  nothing to do for replicas
+    def changed(self, wrapped: nn.Module) -> None:
         """Take over parameters that were changed in place, other than by an optimizer step after a backward pass."""
 
     def keep_apart(self, wrapped: nn.Module) -> None:
@@ -154,9 +155,6 @@ class Strategy(ABC):
     @abstractmethod
     def accumulation(self, wrapped: nn.Module, last: bool) -> AbstractContextManager[object]:
         """See `comm.parallel.accumulation`."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:  # noqa: B027
-        """Return None: a copy of a wrapped model, such as an average of its weights, is not wrapped."""
 
 
 def attach(wrapped: nn.Module, strategy: Strategy) -> None:

@@ -100,13 +100,17 @@ class CommunicatingAdam(Communicating, AdamW):
         self._check_groups(self.param_groups)
         self.attach(model, compressor, reducer, options)
         self.max_norm = math.inf if max_norm is None else max_norm
-        self.shards = {name: local(p) for name, p in self.parameters.items()}
+        self.bind()
         self._group = {p: index for index, group in enumerate(self.param_groups) for p in group["params"]}
         self._device = strategy_of(self.model).device
         self.layout = Layout.dim0([(name, tuple(p.shape)) for name, p in self.shards.items()], self.reducer.world)
         self.delivered: dict[str, Tensor] | None = None  # averaged momenta, from `average` to `move`
         for p in self.parameters.values():  # allocate all state now: loading a checkpoint needs it
             self.state[p] = moments_of(p)
+
+    def bind(self) -> None:
+        """As `Communicating.bind`."""
+        self.shards = {name: local(p) for name, p in self.parameters.items()}
 
     def average(self, max_norm: float, total: Tensor | None) -> tuple[float, bool]:
         """As `Communicating.communicate`; with frozen variance the norm is the root mean square of the ranks' norms."""

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from gradwire.base.errors import BadInput
 from gradwire.comm.collectives import IslandReducer, Islands, Reducer, build_islands, ops, state
+from gradwire.comm.collectives.groups import Shared
 from gradwire.comm.collectives.reducer import check_options
 from gradwire.comm.compressors import as_compressor
 from gradwire.comm.compressors.base import Compressor
@@ -113,6 +114,35 @@ class Communicating(Optimizer):
             reducer.prepare("all_reduce", sum(p.numel() for p in parameters.values()))
             reducer.connect("all_reduce", shapes_of(parameters), strategy_of(model).device)
         reducer.codec.check_names(parameters)
+
+    # Why: docs/decisions.md, "A copy of an optimizer that communicates".
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what copies and pickles: all but hooks, as of torch's optimizers, and how the model is prepared.
+
+        Raises:
+            BadInput: If the model is sharded, or its groups change: only a ``state_dict`` fits then.
+        """
+        strategy = strategy_of(self.model)
+        if isinstance(strategy, HSDP) or type(self.reducer) is not Reducer:
+            raise BadInput(
+                f"{type(self).__name__} of a sharded model or with a manager cannot be copied or pickled: save the "
+                f"state_dict() of the model and of the optimizer."
+            )
+        kept = {name: value for name, value in vars(self).items() if name != "step" and "_hooks" not in name}
+        return {**kept, "prepared": (type(strategy), Shared(strategy.group), strategy.device)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Be a copy; its model is prepared as the original's."""
+        kept = {**state}
+        prepared = kept.pop("prepared", None)
+        super().__setstate__(kept)
+        if prepared is not None:
+            kind, shared, device = prepared
+            _keep_apart(self.model, kind(shared.group, device))
+            self.bind()
+
+    def bind(self) -> None:
+        """Take hold of the memory of this rank's parts of parameters."""
 
     @property
     def traffic(self) -> dict[str, Any]:
@@ -366,12 +396,17 @@ def _apart(
         reducer.everyone
     ) != ops.ranks_of(strategy.group):
         raise BadInput(f"the reducer of {whose} averages over other ranks than the model: leave it out.")
+    _keep_apart(model, strategy)
+    warn_of_statistics(model)
+    return model, reducer
+
+
+def _keep_apart(model: nn.Module, strategy: Strategy) -> None:
+    """Attach a strategy that never averages gradients over all ranks."""
     strategy.averages = False
     attach(model, strategy)
-    warn_of_statistics(model)
     if not strategy.communicates:
         strategy.keep_apart(model)
-    return model, reducer
 
 
 def _reducer(strategy: Strategy, compressor: AnyCompressor, options: dict[str, Any]) -> Reducer:

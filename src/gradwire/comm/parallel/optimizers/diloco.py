@@ -116,7 +116,7 @@ class DiLoCo(Communicating):
             options = {}
         settings = {"sync_every": sync_every, "outer": self.outer, "steps": steps}
         self.attach(model, compressor, reducer, options, **settings)
-        self.trained = {name: local(p) for name, p in self.parameters.items()}  # this rank's part of them
+        self.bind()
         self.anchors = {name: p.detach().to(torch.float32, copy=True) for name, p in self.trained.items()}
         self.momenta = {name: torch.zeros_like(p) for name, p in self.anchors.items()} if self.outer.momentum else {}
         self.layout = self.cut(self.trained)
@@ -131,6 +131,10 @@ class DiLoCo(Communicating):
             same |= {**described(self.reducer), **parameters_of(self.model)}
             self.quorum = Quorum(manager, self.reducer, self.served, same)
             self.continue_with(self.quorum.join())
+
+    def bind(self) -> None:
+        """As `Communicating.bind`."""
+        self.trained = {name: local(p) for name, p in self.parameters.items()}  # this rank's part of them
 
     @property
     def dense_steps(self) -> int:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -14,12 +16,14 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire.base.errors import RunFault
 from gradwire.comm.collectives import Reducer
 from gradwire.comm.collectives.ops import Group
+from gradwire.comm.parallel.attached import Attached
 from gradwire.comm.parallel.buckets import BUCKET_MB, MB, plan
-from gradwire.comm.parallel.comm_hook import PlannedBuckets, hooked_buckets
+from gradwire.comm.parallel.comm_hook import HookedBuckets, PlannedBuckets, hooked_buckets, reduce_bucket
 from gradwire.comm.parallel.names import trainable, unwrapped
 from gradwire.comm.parallel.strategy import Strategy
 from gradwire.comm.torch_internals import FIRST_BUCKET_BYTES, join_runs
 
+Note: TypeAlias = Callable[[DistributedDataParallel, Reducer, set[str]], None]
 PARTS = 4  # buckets that DDP makes of one of ours, so that ours are complete early
 
 
@@ -91,25 +95,14 @@ class DDP(Strategy):
         )
         for name, parameter in parameters.items():  # called before DDP's own hook, which may reduce
             parameter.register_post_accumulate_grad_hook(partial(noted, self.added, name))
-        ddp = weakref.proxy(wrapped)  # DDP holds the hook, where the garbage collector does not see it
+        wrapped.register_comm_hook(HookState(wrapped, buckets, self.note_reduced), reduce_bucket)
 
-        # DDP requires the name of the second argument, and rejects string annotations, as these become.
-        def reduce_bucket(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-            if join_runs(ddp):
-                raise RunFault(
-                    "DistributedDataParallel.join does not go with gradients that are averaged once per optimizer "
-                    "step: ranks that have no inputs left take none. Give all ranks equally many batches, or use "
-                    "gradwire.comm_hook."
-                )
-            reduced = {names.get(id(parameter), "") for parameter in bucket.parameters()}
-            if ddp.find_unused_parameters or ddp.static_graph:
-                self._unused |= reduced - self.added
-                reducer.codec.hold(reduced - self.added)
-            self.added -= reduced
-            return buckets.take(bucket)
-
-        reduce_bucket.__annotations__.clear()
-        wrapped.register_comm_hook(None, reduce_bucket)
+    def note_reduced(self, wrapped: DistributedDataParallel, reducer: Reducer, names: set[str]) -> None:
+        """Record that gradients are reduced, and which of them DDP fills with zeros as no backward pass added any."""
+        if wrapped.find_unused_parameters or wrapped.static_graph:
+            self._unused |= names - self.added
+            reducer.codec.hold(names - self.added)
+        self.added -= names
 
     def left_out(self, wrapped: nn.Module) -> set[str]:
         """Return the parameters that DDP has left without a gradient, as all ranks left them out; begin a step."""
@@ -120,6 +113,37 @@ class DDP(Strategy):
         """Use `no_sync` except for the last micro-batch."""
         assert isinstance(wrapped, DistributedDataParallel)
         return nullcontext() if last else wrapped.no_sync()
+
+
+class HookState(Attached):
+    """The state of the hook.
+
+    Args:
+        wrapped: The model.
+        buckets: Reduces its buckets.
+        note: Called with the model, the reducer and the names of a bucket's parameters before it is reduced.
+    """
+
+    def __init__(self, wrapped: DistributedDataParallel, buckets: HookedBuckets, note: Note) -> None:
+        self.wrapped = weakref.proxy(wrapped)  # DDP holds the state, where the garbage collector does not see it
+        self.buckets, self.note = buckets, note
+
+    def take(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """Take a bucket of DDP; as `HookedBuckets.take`.
+
+        Raises:
+            RunFault: Also in `DistributedDataParallel.join`.
+        """
+        if join_runs(self.wrapped):
+            raise RunFault(
+                "DistributedDataParallel.join does not go with gradients that are averaged once per optimizer "
+                "step: ranks that have no inputs left take none. Give all ranks equally many batches, or use "
+                "gradwire.comm_hook."
+            )
+        names = self.buckets.names
+        reduced = {names.get(id(parameter), "") for parameter in bucket.parameters()}
+        self.note(self.wrapped, self.buckets.reducer, reduced)
+        return self.buckets.take(bucket)
 
 
 def noted(added: set[str], name: str, _: nn.Parameter) -> None:

@@ -9,6 +9,7 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
+from typing import Any
 from weakref import ref
 
 import torch
@@ -51,7 +52,7 @@ class Replicas(Strategy):
         for tensor in (*model.parameters(), *model.buffers()):
             broadcast(tensor.detach(), self.group)
         self.adopt(trainable(model))
-        model.register_forward_pre_hook(partial(looked_up, ref(self), ref(model)))
+        model.register_forward_pre_hook(LookUp(self, model))
         return model
 
     def adopt(self, parameters: dict[str, nn.Parameter]) -> None:
@@ -165,12 +166,30 @@ def accumulated(replicas: ref[Replicas], name: str, _: nn.Parameter) -> None:
         strategy.accumulated(name)
 
 
-@torch.compiler.disable
-def looked_up(replicas: ref[Replicas], wrapped: ref[nn.Module], model: nn.Module, _: object) -> None:
-    """The model's hook before a forward pass; copies of the model have it too, and are not wrapped."""
-    strategy = replicas()
-    if strategy is not None and model is wrapped() and strategy.changed_parameters(parameters := trainable(model)):
-        strategy.adopt(parameters)
+class LookUp:
+    """The model's hook before a forward pass; copies of the model have one that does nothing.
+
+    Args:
+        strategy: The strategy.
+        wrapped: The model.
+    """
+
+    def __init__(self, strategy: Replicas | None = None, wrapped: nn.Module | None = None) -> None:
+        self._strategy = ref(strategy) if strategy is not None else lambda: None
+        self._wrapped = ref(wrapped) if wrapped is not None else lambda: None
+
+    @torch.compiler.disable
+    def __call__(self, model: nn.Module, _: object) -> None:
+        """Adopt the parameters that the model has now."""
+        strategy = self._strategy()
+        if model is self._wrapped() and strategy is not None:
+            parameters = trainable(model)
+            if strategy.changed_parameters(parameters):
+                strategy.adopt(parameters)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Do nothing in a copy."""
+        return LookUp, ()
 
 
 def divided(gradient: Tensor, world: int) -> Tensor:
