@@ -7,21 +7,25 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import inspect
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache, wraps
 from pathlib import Path
 from types import NoneType
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import Any, Literal, ParamSpec, TypeVar, get_args, get_origin, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from pydantic.fields import FieldInfo
 
 from gradwire.base.errors import BadInput, unknown
 from gradwire.base.flags import CHECKS, Number, Positional
 
 Model = TypeVar("Model", bound=BaseModel)
+P = ParamSpec("P")
+R = TypeVar("R")
 
 EXPECTED = {  # by the type of pydantic's problem
     "bool_parsing": "must be true or false",
@@ -58,6 +62,39 @@ def checked(model: type[Model], value: Any, where: str) -> Model:
     except ValidationError as error:
         problems = explain(model, error)
         raise BadInput(f"{where}: {problems}." if where else f"{problems}.") from None
+
+
+def checked_arguments(function: Callable[P, R]) -> Callable[P, R]:
+    """Check the arguments of a function, or of a constructor, whose annotations are or contain an `Annotated`.
+
+    Such a type has limits, as ``Annotated[int, COUNT]``; nothing is converted but a schedule's keys. A call raises
+    `BadInput` for a value outside of them.
+    """
+    signature = inspect.signature(function)
+
+    @cache
+    def arguments() -> type[BaseModel]:  # of the first call: then every name in the annotations exists
+        hints = get_type_hints(function, include_extras=True)
+        fields: dict[str, Any] = {
+            name: (hints[name], None) for name in signature.parameters if limited(hints.get(name))
+        }
+        return create_model("Arguments", __config__=ConfigDict(strict=True, arbitrary_types_allowed=True), **fields)
+
+    @wraps(function)
+    def checking(*args: P.args, **kwargs: P.kwargs) -> R:
+        bound = signature.bind_partial(*args, **kwargs)
+        given = {name: bound.arguments[name] for name in arguments().model_fields if name in bound.arguments}
+        name = type(args[0]).__name__ if function.__name__ == "__init__" else function.__name__
+        values = checked(arguments(), given, name)
+        bound.arguments |= {name: getattr(values, name) for name in given}
+        return function(*bound.args, **bound.kwargs)
+
+    return checking
+
+
+def limited(annotation: Any) -> bool:
+    """Whether a type is or contains an `Annotated`."""
+    return hasattr(annotation, "__metadata__") or any(map(limited, get_args(annotation)))
 
 
 def explain(model: type[BaseModel], error: ValidationError) -> str:

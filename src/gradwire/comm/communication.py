@@ -96,7 +96,8 @@ def _interval(value: Any) -> Any:
 
 Count = Annotated[int, COUNT]
 Natural = Annotated[int, NATURAL]
-Interval = Annotated[Count | dict[Natural, Count], BeforeValidator(_interval)]
+Interval = Annotated[Count | Mapping[Natural, Count], BeforeValidator(_interval)]
+"""Steps of a round, or, as a schedule, the steps of a round from a step on: ``{0: 1, 100: 5}``."""
 
 
 class Outer(Strict):

@@ -310,6 +310,10 @@ def refused(rank, world, group, case):
             gradwire.compress_gradients(wrapped, "int8", parameters="int8")
         elif case == "hook of shards":
             gradwire.comm_hook(wrapped, "int8")
+        elif case == "hook of nothing":
+            gradwire.comm_hook(None, "int8")
+        elif case == "a number":
+            gradwire.compress_gradients(wrapped, "int8", optimizer=3)
         elif case == "misspelt":
             gradwire.compress_gradients(wrapped, "int8", optimizer=optimizer, dense_step=3)
         elif case == "a scheduler":
@@ -333,6 +337,8 @@ def refused(rank, world, group, case):
         ("parameters of ddp", "parameters is 'int8', but DistributedDataParallel sends none: omit it."),
         ("misspelt", "Did you mean 'dense_steps'"),
         ("a scheduler", "optimizer is StepLR, not a torch.optim.Optimizer with step hooks"),
+        ("a number", "optimizer is int, not a torch.optim.Optimizer with step hooks"),
+        ("hook of nothing", "comm_hook: model must be an instance of Module, got null"),
         ("not wrapped", "Sequential is neither a DistributedDataParallel nor an FSDP2 model"),
         ("twice", "the model has a reducer already"),
         ("hook of shards", "FSDPSequential is sharded, and comm_hook is for DistributedDataParallel"),

@@ -660,8 +660,8 @@ def refused(rank, world, group, cell, options):
     ("cell", "options", "message"),
     [
         ({"dense_steps": 3}, {}, "dense_steps counts optimizer steps; local updates have dense_rounds"),
-        ({}, {"H": 0}, "sync_every is 0; give a number from 1 on"),
-        ({}, {"H": {3: 1}}, "sync_every is {3: 1}; give a number from 1 on"),
+        ({}, {"H": 0}, "DiLoCo: sync_every: give a number of steps from 1 on, or a schedule from step 0 on"),
+        ({}, {"H": {3: 1}}, "sync_every: give a number of steps from 1 on"),
         ({}, {"outer_lr": 0.0}, "outer: lr must be greater than 0, got 0.0"),
         ({}, {"outer_momentum": 1.0}, "outer: momentum must be less than 1, got 1.0"),
         ({}, {"inner": "adam"}, "Did you mean 'adamw'"),

@@ -371,7 +371,13 @@ def refused(rank, world, group, name, strategy, dense_steps, options):
         ("onebit_adam", "fsdp1", 3, {}, "strategy fsdp1 shards gradients"),
         ("onebit_adam", "ddp", 0, {}, "after dense_steps steps; dense_steps must be at least 1"),
         ("zero_one_adam", "ddp", 3, {"freeze_step": 2}, "freeze_step is 2; it must be at least dense_steps"),
-        ("zero_one_adam", "ddp", 3, {"max_local_steps": 0}, "max_local_steps is 0"),
+        (
+            "zero_one_adam",
+            "ddp",
+            3,
+            {"max_local_steps": 0},
+            "ZeroOneAdam: max_local_steps must be greater than or equal to 1, got 0",
+        ),
         ("one_bit_adam", "ddp", 3, {}, "Did you mean 'onebit_adam'"),
     ],
 )

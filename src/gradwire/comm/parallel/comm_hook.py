@@ -12,11 +12,13 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
+from pydantic import InstanceOf
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.base.errors import BadInput, RunFault
+from gradwire.base.strict import checked_arguments
 from gradwire.comm.collectives import Layout, Reducer
 from gradwire.comm.collectives.queue import Handle
 from gradwire.comm.collectives.reducer import check_options
@@ -283,8 +285,9 @@ def reduce_bucket(state: TakesBuckets, bucket: dist.GradBucket) -> torch.futures
     return state.take(bucket)
 
 
+@checked_arguments
 def comm_hook(
-    model: nn.Module, compressor: Compressor | str | Mapping[str, Any], **options: Any
+    model: InstanceOf[nn.Module], compressor: Compressor | str | Mapping[str, Any], **options: Any
 ) -> tuple[CommHookState, Callable[[TakesBuckets, dist.GradBucket], torch.futures.Future[Tensor]]]:
     """Return ``(state, hook)`` that compress the gradients of DDP: ``ddp.register_comm_hook(state, hook)``.
 

@@ -81,7 +81,9 @@ def compress_gradients(
             already, its gradients are sparse or complex, an optimizer has no parameter of it, ``nonfinite`` is ``skip``
             although the optimizer steps by itself, or ranks differ.
     """
-    given = [] if optimizer is None else [optimizer] if isinstance(optimizer, Optimizer) else [*optimizer]
+    if isinstance(optimizer, Optimizer) or not isinstance(optimizer, Iterable):
+        optimizer = [] if optimizer is None else [optimizer]
+    given = [*optimizer]
     if given and options.get("nonfinite") == "skip":
         raise BadInput(
             "nonfinite is 'skip', but a step that an optimizer has begun cannot be skipped: pass no optimizer, and "

@@ -137,7 +137,7 @@ class Strategy(Attached, ABC):
         """Return the parameters that this rank's backward passes left out, and whose mean may be without a use."""
         return set()
 
-    def leave_out(self, wrapped: nn.Module, names: set[str]) -> None:  # noqa: B027  nothing to do for most frameworks
+    def leave_out(self, wrapped: nn.Module, names: set[str]) -> None:
         """Leave parameters without a gradient that all ranks left out."""
 
     def reduced_numel(self, wrapped: nn.Module) -> int:

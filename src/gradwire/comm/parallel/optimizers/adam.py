@@ -36,14 +36,18 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from itertools import takewhile
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
+from pydantic import InstanceOf
 from torch import Tensor, nn
 from torch.optim import AdamW
 
 from gradwire.base.errors import BadInput, RunFault
+from gradwire.base.flags import POSITIVE
+from gradwire.base.strict import checked_arguments
 from gradwire.comm.collectives import Layout, Reducer, ops, state
+from gradwire.comm.communication import Count, Natural
 from gradwire.comm.parallel.optimizers.base import LOCAL_STEP, AnyCompressor, Communicating, step_without_hooks
 from gradwire.comm.parallel.strategy import clip_grad_norm, local, strategy_of
 
@@ -74,6 +78,7 @@ class CommunicatingAdam(Communicating, AdamW):
         BadInput: If there is no warm-up, a group has ``amsgrad`` or ``maximize``, or as `Communicating.attach`.
     """
 
+    @checked_arguments
     @torch.inference_mode(False)  # later steps change what it allocates
     def __init__(
         self,
@@ -81,9 +86,9 @@ class CommunicatingAdam(Communicating, AdamW):
         model: nn.Module,
         *,
         compressor: AnyCompressor = "onebit",
-        dense_steps: int | None = None,
-        max_norm: float | None = None,
-        reducer: Reducer | None = None,
+        dense_steps: Natural | None = None,
+        max_norm: Annotated[float, POSITIVE] | None = None,
+        reducer: InstanceOf[Reducer] | None = None,
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -302,17 +307,18 @@ class ZeroOneAdam(CommunicatingAdam):
         BadInput: If an option is out of range, or as the base class.
     """
 
+    @checked_arguments
     @torch.inference_mode(False)  # later steps change what it allocates
     def __init__(
         self,
         params: Iterable[Any],
         model: nn.Module,
         *,
-        freeze_step: int | None = None,
-        variance_kappa: int = 16,
-        local_doubling: int | None = None,
-        max_local_steps: int = 16,
-        steps: int | None = None,
+        freeze_step: Count | None = None,
+        variance_kappa: Count = 16,
+        local_doubling: Count | None = None,
+        max_local_steps: Count = 16,
+        steps: Count | None = None,
         **options: Any,
     ) -> None:
         super().__init__(params, model, **options)
@@ -321,13 +327,6 @@ class ZeroOneAdam(CommunicatingAdam):
         self.local_doubling = self.freeze_step if local_doubling is None else local_doubling
         self.max_local_steps = max_local_steps
         self.last_step = None if steps is None else steps - 1
-        for name, value in (
-            ("variance_kappa", variance_kappa),
-            ("local_doubling", self.local_doubling),
-            ("max_local_steps", max_local_steps),
-        ):
-            if value < 1:
-                raise BadInput(f"{name} is {value}; it must be at least 1.")
         if self.freeze_step < dense:
             raise BadInput(f"freeze_step is {freeze_step}; it must be at least dense_steps ({dense}).")
         self.updates = update_steps(dense, self.freeze_step, variance_kappa)

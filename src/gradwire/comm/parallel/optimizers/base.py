@@ -86,6 +86,8 @@ class Communicating(Optimizer):
                 hold other parameters than it, ranks differ, or the reducer has averaged another model.
         """
         name = type(self).__name__
+        if not isinstance(model, nn.Module):
+            raise BadInput(f"{name} takes the model, an nn.Module, as its second argument, not {type(model).__name__}.")
         if reducer is not None and options:
             raise BadInput(f"{name} has a reducer and options of one ({', '.join(options)}): give one of them.")
         if reducer is None:

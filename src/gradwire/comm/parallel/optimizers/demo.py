@@ -12,12 +12,15 @@ and not its sign.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import InstanceOf
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gradwire.base.flags import NOT_NEGATIVE
+from gradwire.base.strict import checked_arguments
 from gradwire.comm.collectives import Layout, Reducer
 from gradwire.comm.parallel.mesh import local
 from gradwire.comm.parallel.optimizers.base import AnyCompressor, Communicating
@@ -41,15 +44,16 @@ class DeMo(Communicating):
         BadInput: As `Communicating.attach`.
     """
 
+    @checked_arguments
     def __init__(
         self,
         params: Iterable[Any],
         model: nn.Module,
         *,
         compressor: AnyCompressor = "dcttopk",
-        reducer: Reducer | None = None,
-        lr: float = 1e-3,
-        weight_decay: float = 0.0,
+        reducer: InstanceOf[Reducer] | None = None,
+        lr: Annotated[float, NOT_NEGATIVE] = 1e-3,
+        weight_decay: Annotated[float, NOT_NEGATIVE] = 0.0,
         **options: Any,
     ) -> None:
         Optimizer.__init__(self, params, {"lr": lr, "weight_decay": weight_decay})

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
 from gradwire.base.errors import BadInput
-from gradwire.comm.communication import Outer
+from gradwire.base.strict import checked_arguments
+from gradwire.comm.communication import Interval, Outer
 from gradwire.comm.parallel.mesh import local
 from gradwire.comm.parallel.optimizers.base import LOCAL_STEP, Communicating
-from gradwire.comm.parallel.optimizers.diloco import DiLoCo, Interval, Rounds
+from gradwire.comm.parallel.optimizers.diloco import DiLoCo, Rounds
 from gradwire.comm.parallel.optimizers.muon import Muon
 
 MEAN = Outer(lr=1.0, momentum=0.0)
@@ -45,6 +46,7 @@ class DesLoc(DiLoCo):
 
     regroups = False  # moments are averaged between rounds too
 
+    @checked_arguments
     def __init__(
         self,
         optimizer: Optimizer,

@@ -24,25 +24,22 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import torch
+from pydantic import InstanceOf
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from gradwire.base.errors import BadInput
-from gradwire.base.strict import checked
+from gradwire.base.strict import checked, checked_arguments
 from gradwire.comm.collectives import Layout, Reducer, state
 from gradwire.comm.collectives.queue import Handle
 from gradwire.comm.collectives.quorum import QuorumReducer
-from gradwire.comm.communication import Outer
+from gradwire.comm.communication import Count, Interval, Natural, Outer
 from gradwire.comm.parallel.checks import described, parameters_of, shown
 from gradwire.comm.parallel.optimizers.base import LOCAL_STEP, AnyCompressor, Communicating, copy_tensors, duplicate
 from gradwire.comm.parallel.optimizers.quorum import Quorum, digest_of, prepare_group
 from gradwire.comm.parallel.strategy import clip_grad_norm, local, strategy_of
 from gradwire.comm.torch_internals import cloned
-
-Interval = int | Mapping[int, int]
-"""Steps of a round, or, as a schedule, the steps of a round from a step on: ``{0: 1, 100: 5}``."""
-
 
 OUTER = Outer()
 
@@ -77,6 +74,7 @@ class DiLoCo(Communicating):
     regroups: ClassVar[bool] = True
     """Whether it takes a manager."""
 
+    @checked_arguments
     @torch.inference_mode(False)  # later steps change what it allocates
     def __init__(
         self,
@@ -86,9 +84,9 @@ class DiLoCo(Communicating):
         sync_every: Interval,
         compressor: AnyCompressor = "none",
         outer: Outer | Mapping[str, Any] = OUTER,
-        dense_rounds: int = 0,
-        steps: int | None = None,
-        reducer: Reducer | None = None,
+        dense_rounds: Natural = 0,
+        steps: Count | None = None,
+        reducer: InstanceOf[Reducer] | None = None,
         manager: Any = None,
         **options: Any,
     ) -> None:
@@ -405,17 +403,10 @@ class Rounds:
     Args:
         interval: Steps of a round.
         steps: Optimizer steps of the run; the last one ends a round. None: unknown.
-
-    Raises:
-        BadInput: If a round would have no step, or the schedule does not begin at step 0.
     """
 
     def __init__(self, interval: Interval, steps: int | None = None) -> None:
         lengths = {0: interval} if isinstance(interval, int) else dict(sorted(interval.items()))
-        if 0 not in lengths or min(lengths) < 0 or min(lengths.values()) < 1:
-            raise BadInput(
-                f"sync_every is {interval}; give a number from 1 on, or a schedule such as {{0: 1, 100: 5}}."
-            )
         self._starts, self._lengths = list(lengths), list(lengths.values())
         self._steps = steps
 

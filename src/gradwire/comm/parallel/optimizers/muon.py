@@ -16,12 +16,14 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from pydantic import InstanceOf
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
 from gradwire.base.errors import BadInput
 from gradwire.base.machine import multiplies_bf16
+from gradwire.base.strict import checked_arguments
 from gradwire.comm.collectives import ops
 from gradwire.comm.parallel.mesh import local
 from gradwire.comm.parallel.optimizers.base import copy_tensors, step_without_hooks
@@ -45,7 +47,8 @@ class Muon(AdamW):
         BadInput: If there is no matrix for Muon.
     """
 
-    def __init__(self, params: Iterable[Any], model: nn.Module, **adamw: Any) -> None:
+    @checked_arguments
+    def __init__(self, params: Iterable[Any], model: InstanceOf[nn.Module], **adamw: Any) -> None:
         matrices = {p for block in blocks(model) for p in block.parameters() if p.ndim == 2 and p.requires_grad}
         groups = [*params]
         groups = groups if groups and isinstance(groups[0], dict) else [{"params": groups}]

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradwire.base.errors import BadInput
-from gradwire.base.strict import checked
+from gradwire.base.strict import checked, checked_arguments
 from gradwire.comm.collectives import state
 from gradwire.comm.collectives.queue import Handle
-from gradwire.comm.communication import Streaming
+from gradwire.comm.communication import Count, Interval, Streaming
 from gradwire.comm.parallel.optimizers.base import LOCAL_STEP
-from gradwire.comm.parallel.optimizers.diloco import DiLoCo, Interval
+from gradwire.comm.parallel.optimizers.diloco import DiLoCo
 from gradwire.comm.parallel.strategy import blocks
 
 
@@ -48,6 +48,7 @@ class StreamingDiLoCo(DiLoCo):
 
     regroups = False  # a fragment is in flight when groups change
 
+    @checked_arguments
     def __init__(
         self,
         optimizer: Optimizer,
@@ -57,7 +58,7 @@ class StreamingDiLoCo(DiLoCo):
         fragments: int,
         delay: int = 1,
         alpha: float = 0.5,
-        steps: int | None = None,
+        steps: Count | None = None,
         **options: Any,
     ) -> None:
         streaming = checked(Streaming, {"fragments": fragments, "delay": delay, "alpha": alpha}, "streaming")

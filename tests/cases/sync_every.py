@@ -1,0 +1,61 @@
+"""torchrun --nproc_per_node 1 sync_every.py: each wrong argument of an optimizer is one clear ValueError."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import gradwire as gw
+
+dist.init_process_group("gloo")
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(5, 4)
+        self.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+
+
+def local(kind, **given):
+    net = Net()
+    return kind(torch.optim.AdamW(net.parameters()), net, **{"sync_every": 5, **given})
+
+
+def direct(kind, **given):
+    net = Net()
+    return kind(net.parameters(), net, **given)
+
+
+counts = (0, -1, 2.5, "5", True, float("nan"))
+lengths = (*counts, None, {}, {1: 5}, {0: 2.5}, [5])
+rates = (-1.0, "x", None, float("nan"))
+programs = (  # an optimizer, the arguments that it needs, and wrong values of each argument
+    (local, gw.DiLoCo, {}, {"sync_every": lengths, "steps": counts, "dense_rounds": counts[1:], "reducer": ["int8"]}),
+    (local, gw.StreamingDiLoCo, {"fragments": 2}, {"sync_every": lengths, "steps": counts, "dense_rounds": [-1]}),
+    (local, gw.StreamingDiLoCo, {"fragments": 2}, {"fragments": counts, "delay": counts[1:], "alpha": [1, -1, "x"]}),
+    (local, gw.ReplayDiLoCo, {"embeddings": "int8"}, {"sync_every": lengths, "steps": counts}),
+    (local, gw.DesLoc, {}, {"sync_every": lengths, "sync_momentum": counts, "sync_variance": counts, "steps": counts}),
+    (direct, gw.OneBitAdam, {"dense_steps": 2}, {"dense_steps": counts, "max_norm": [0, -1, "x"], "reducer": ["int8"]}),
+    (direct, gw.ZeroOneAdam, {"dense_steps": 2}, {"freeze_step": counts, "variance_kappa": counts, "steps": counts}),
+    (direct, gw.ZeroOneAdam, {"dense_steps": 2}, {"local_doubling": counts, "max_local_steps": counts}),
+    (direct, gw.DeMo, {}, {"lr": rates, "weight_decay": rates, "reducer": ["int8"], "ef_decay": [2, "x"]}),
+)
+faults = []
+for make, kind, needed, arguments in programs:
+    for name, values in arguments.items():
+        for wrong in values:
+            try:
+                make(kind, **{**needed, name: wrong})
+                faults.append(f"{kind.__name__}({name}={wrong!r}): accepted")
+            except ValueError as error:  # BadInput is one
+                if name not in str(error) or "\n" in str(error):
+                    faults.append(f"{kind.__name__}({name}={wrong!r}): {error}")
+            except Exception as error:
+                faults.append(f"{kind.__name__}({name}={wrong!r}): {type(error).__name__}: {error}")
+for kind in (gw.OneBitAdam, gw.DeMo, gw.Muon):
+    try:
+        kind(Net().parameters(), None, **({"dense_steps": 2} if kind is gw.OneBitAdam else {}))
+        faults.append(f"{kind.__name__} without a model: accepted")
+    except Exception as error:
+        faults += [] if isinstance(error, ValueError) else [f"{kind.__name__} without a model: {error!r}"]
+print("\n".join(faults) or "right", flush=True)
