@@ -237,7 +237,8 @@ class Communicating(Optimizer):
             (from `Reducer.finish`).
 
         Raises:
-            BadInput: If the model's trainable parameters are not those that the optimizer was built with.
+            BadInput: If the model's trainable parameters are not those that the optimizer was built with, or a gradient
+                is sparse.
             NonFiniteGradient: As `Reducer.finish`.
             RunFault: If a parameter that this optimizer sends has no gradient.
         """
@@ -248,6 +249,12 @@ class Communicating(Optimizer):
             raise BadInput(
                 f"{listed(changed)} unfrozen or replaced after {type(self).__name__} was built, which would never "
                 f"average them: wrap the model and build the optimizer again."
+            )
+        sparse = [name for name, p in self.parameters.items() if p.grad is not None and p.grad.layout != torch.strided]
+        if sparse:
+            raise BadInput(
+                f"{type(self).__name__} takes dense gradients, and {sparse[0]} has a sparse one: use sparse=False "
+                f"where the model reads it, and an optimizer of dense gradients."
             )
         self._taken = None
         norm, self._taken = self.average(max_norm, total)

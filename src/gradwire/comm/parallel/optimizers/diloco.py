@@ -17,6 +17,7 @@ it ends a round, discard the round: they return to the anchors.
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 from bisect import bisect_right
 from collections.abc import ItemsView, Iterable, Iterator, Mapping
@@ -52,7 +53,8 @@ class DiLoCo(Communicating):
     Clip this rank's gradient before ``step``, if at all.
 
     Args:
-        optimizer: The inner optimizer: any of torch, over all trainable parameters of the model.
+        optimizer: The inner optimizer: any of torch but `LBFGS` and `SparseAdam`, over all trainable parameters of the
+            model.
         model: The model, with equal weights on all ranks: a module (rank 0's weights are broadcast), a
             `DistributedDataParallel` (whose averaging is switched off), a model that ``fully_shard`` has sharded over
             a mesh of islands × ranks, with neighbouring ranks in an island, or one returned by `comm.parallel.wrap`
@@ -99,6 +101,11 @@ class DiLoCo(Communicating):
             raise BadInput(
                 f"{type(self).__name__} saves the state of the optimizer that it is given, and "
                 f"{type(optimizer).__name__} keeps moments in optimizers that it holds: give one that it holds."
+            )
+        if needs_closure(optimizer):
+            raise BadInput(
+                f"{type(self).__name__} takes the steps of the optimizer that it is given without a closure, and "
+                f"{type(optimizer).__name__} needs one: give another optimizer, such as AdamW."
             )
         if options.get("dense_steps") if reducer is None else reducer.codec.options.dense_steps:
             raise BadInput("dense_steps counts optimizer steps; local updates have dense_rounds.")
@@ -426,6 +433,12 @@ class Rounds:
                 return start + number * length
             number -= rounds
         raise AssertionError("the last interval has no end")
+
+
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Whether an optimizer's step computes the loss itself, such as `LBFGS`, several times."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is closure.empty
 
 
 def holds_optimizers(optimizer: Optimizer) -> bool:
