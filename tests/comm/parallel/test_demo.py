@@ -18,13 +18,13 @@ from gradwire.comm.compressors import build
 from gradwire.comm.parallel import optimizers, wrap
 from gradwire.comm.parallel.verify import first_difference
 
-METHOD = {"k": 3, "tile": 4}
+METHODS = {"dcttopk": {"k": 3, "tile": 4}, "int8": {"block": 16}}
 
 
-def trained(rank, world, group, strategy, algorithm, fault=None, **more):
+def trained(rank, world, group, strategy, algorithm, fault=None, method="dcttopk", **more):
     """Parameters, norm, and what differs between the ranks, after each step; and the traffic."""
     options = {"error_feedback": True, "ef_decay": 0.999, "algorithm": algorithm, **more}
-    reducer = Reducer(build("dcttopk", **METHOD), group, seed=4, **options)
+    reducer = Reducer(build(method, **METHODS[method]), group, seed=4, **options)
     model = wrap(held(), strategy, reducer, device="cpu", average=False)
     optimizer = optimizers.build("demo", model, groups_of(model), reducer, lr=1.0)
     found = []
@@ -47,12 +47,12 @@ def trained(rank, world, group, strategy, algorithm, fault=None, **more):
     return found, reducer.traffic
 
 
-def simulated(size, algorithm):
+def simulated(size, algorithm, method="dcttopk"):
     """The same by the paper's loop: decay and add, send, subtract, step by the sign."""
     model = held()
     parameters = trainable(dict(model.named_parameters()))
     shapes = {name: tuple(p.shape) for name, p in parameters.items()}
-    protocol = Protocol(build("dcttopk", **METHOD), by_rows(shapes, size), shapes, size, 4, True, 0.999)
+    protocol = Protocol(build(method, **METHODS[method]), by_rows(shapes, size), shapes, size, 4, True, 0.999)
     found = []
     for step in range(STEPS):
         rates = {name: RATES[step] * (1 if p.ndim > 1 else 2) for name, p in parameters.items()}
@@ -73,12 +73,18 @@ def simulated(size, algorithm):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "size"), [(REPLICAS[0], 2), (REPLICAS[1], 3), pytest.param(REPLICAS[2], 2, marks=pytest.mark.sweep)]
+    ("strategy", "size", "method"),
+    [
+        (REPLICAS[0], 2, "dcttopk"),
+        (REPLICAS[1], 3, "dcttopk"),
+        (REPLICAS[0], 2, "int8"),  # sends nearly all of the momentum
+        pytest.param(REPLICAS[2], 2, "dcttopk", marks=pytest.mark.sweep),
+    ],
 )
 @pytest.mark.parametrize("algorithm", ["gather", "exchange"])
-def test_demo_is_its_protocol_in_one_process(world, strategy, size, algorithm):
-    expected, bytes_sent = simulated(size, algorithm)
-    results = world(size).run(trained, strategy, algorithm)
+def test_demo_is_its_protocol_in_one_process(world, strategy, size, method, algorithm):
+    expected, bytes_sent = simulated(size, algorithm, method)
+    results = world(size).run(trained, strategy, algorithm, None, method)
     for found, _ in results:
         for (parameters, norm, difference, _), (wanted, norms) in zip(found, expected, strict=True):
             assert_same(parameters, wanted)

@@ -34,7 +34,7 @@ class DeMo(Communicating):
     Args:
         params: Parameters or parameter groups, as for torch's optimizers.
         model: As for `diloco.DiLoCo`.
-        compressor: Encodes the momentum.
+        compressor: Encodes the momentum. One that sends nearly all of it, such as int8, leaves none for later steps.
         reducer: A reducer of your own instead of ``compressor`` and ``options``; used by this optimizer only.
         lr: Learning rate, of groups that have none.
         weight_decay: Decoupled weight decay, of groups that have none.
