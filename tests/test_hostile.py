@@ -239,7 +239,7 @@ def test_an_output_that_cannot_be_written(case, tmp_path, capsys):
 @pytest.mark.parametrize("verb", ["grads validate --output_dir", "grads aggregate --dim 3 --base_path"])
 def test_a_run_folder_that_is_a_file(verb, tmp_path, capsys):
     (tmp_path / "file").write_text("kept")
-    assert "cannot be written: " in refused([*verb.split(), str(tmp_path / "file")], capsys)
+    assert "file is not a gradient collection: " in refused([*verb.split(), str(tmp_path / "file")], capsys)
     assert (tmp_path / "file").read_text() == "kept"
 
 

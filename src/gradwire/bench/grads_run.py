@@ -71,7 +71,7 @@ def main(options: Options) -> None:
         Command(words).run()
 
 
-def read(path: Path, given: Mapping[str, Any], collected: Mapping[str, Any]) -> Config:
+def read(path: Path, given: Mapping[str, Any], collected: Mapping[str, Any] | None = None) -> Config:
     """Read a configuration file; options of the command line override it, and what was collected fills it up.
 
     Raises:
@@ -80,7 +80,7 @@ def read(path: Path, given: Mapping[str, Any], collected: Mapping[str, Any]) -> 
     values = read_yaml(path)
     if not isinstance(values, dict):
         raise BadInput(f"{path} is not a mapping of options such as `model_dir: results/…/final_model`.")
-    values = {**collected, **values, **given}
+    values = {**(collected or {}), **values, **given}
     if isinstance(values.get("dim"), int):
         values["dim"] = [values["dim"]]
     return checked(Config, values, str(path))

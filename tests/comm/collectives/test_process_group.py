@@ -128,7 +128,7 @@ def test_a_process_group_meets_at_its_address_only():
 def first_kernel(message):
     """Stand in for `torch.zeros` on a GPU."""
 
-    def fail(*size, device):
+    def fail(*size, dtype, device):
         raise RuntimeError(message)
 
     return fail

@@ -47,17 +47,6 @@ def test_every_number_and_every_tie_of_the_format_rounds_by_the_definition(name,
     assert (sent - x.double()).abs()[~normal].max() == form.step / 2
 
 
-@every_format
-@pytest.mark.parametrize("block", [32, 8192])
-def test_the_cuda_form_rounds_by_the_definition(name, block):
-    pytest.importorskip("triton")
-    compressor, module = build("fp8", format=name, block=block), kernels.load("cuda", "fp8")
-    x = unscaled(FORMATS[name], block).to(DEVICE)
-    wire, bad = module.encode(compressor, x, None)
-    assert not bad.any() and torch.equal(wire, compressor.to_wire(x, None))
-    assert torch.equal(module.decode(compressor, wire, tuple(x.shape)).cpu().double(), nearest(x.cpu(), FORMATS[name]))
-
-
 @pytest.mark.filterwarnings("ignore:invalid value")
 @every_format
 def test_all_256_codes_decode_to_the_formats_numbers(name):

@@ -52,7 +52,8 @@ def main(options: Options) -> None:
         BadInput: If the collection folder, its model or its data are missing or have changed.
         CheckFailed: If a check failed, with the affected files.
     """
-    (options.output_dir / RESULT).unlink(missing_ok=True)
+    if options.output_dir.is_dir():
+        (options.output_dir / RESULT).unlink(missing_ok=True)
     checks = [check.report() for check in _audit(options).checks]
     failed = [check for check in checks if not check["passed"]]
     write_json(options.output_dir / RESULT, {"passed": not failed, "checks": checks})
