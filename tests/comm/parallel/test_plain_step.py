@@ -240,7 +240,7 @@ def refused(rank, world, group):
         "averaged": message_of(wrap(net(), "ddp", Reducer("int8"), device="cpu")),
         "option": message_of(net(), compressor="int8", dens=3),
         "both": message_of(net(), reducer=Reducer("int8"), algorithm="gather"),
-        "ranks": message_of(net(), compressor="int8", seed=0, steps=rank),
+        "ranks": message_of(net(), compressor="int8", seed=0, steps=rank + 1),
     }
     for name, call in {
         "order": lambda: gw.DiLoCo(net(), torch.optim.AdamW(net().parameters()), sync_every=2),
@@ -263,7 +263,7 @@ def test_what_cannot_train_apart_is_refused_at_the_call(world):
         "averaged": "gradients of this model are averaged already",
         "option": "unknown option of Reducer 'dens'",
         "both": "DiLoCo has a reducer and options of one (algorithm)",
-        "ranks": "steps is 0 on rank 0 and 1 on rank 1",
+        "ranks": "steps is 1 on rank 0 and 2 on rank 1",
         "order": "DiLoCo takes an optimizer of torch, such as AdamW, then the model, not Linear",
         "twice": "then the model, not DiLoCo",
         "moments": "DesLoc averages the moments of Adam or AdamW, not those of SGD",
