@@ -78,6 +78,8 @@ class Known:
 def findings(cells: pd.DataFrame | None, known: Known) -> list[Finding]:
     """The findings of all regimes with several ranks: claims first, then the largest speed-up.
 
+    What holds on several links, such as that no compressor passes the quality gate, is one finding.
+
     Args:
         cells: Statistics over seeds (`bench.report.tables.cells.cells_of`).
         known: What else is known of the runs.
@@ -89,7 +91,10 @@ def findings(cells: pd.DataFrame | None, known: Known) -> list[Finding]:
         for group, of_group in groups(cells)
         if group.world_size > 1 and BASELINE in set(of_group["compressor"]) and len(compressed(of_group))
     ]
-    return sorted(answers, key=lambda answer: (not answer.number, -answer.gain))
+    unique: dict[tuple[str, str], Finding] = {}
+    for answer in sorted(answers, key=lambda answer: (not answer.number, -answer.gain)):
+        unique.setdefault((answer.regime, answer.text), answer)
+    return [*unique.values()]
 
 
 def compressed(cells: pd.DataFrame) -> pd.DataFrame:
