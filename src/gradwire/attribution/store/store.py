@@ -1,7 +1,7 @@
 """The gradient store: blocks of rows with ids and metadata, three files per block.
 
 ``rank_<r>/dim<D>/grads-<N>.pt, ids-<N>.pkl, meta-<N>.parquet`` hold the rows a rank collected since its last block,
-where N counts its samples so far. ``all_orig.pt, all_ids.pkl, all_meta.parquet`` beside them hold all rows of the rank,
+where N counts its samples so far. ``all_orig.pt, all_ids.pkl, all_meta.parquet`` there hold all rows of the rank,
 and, in ``dim<D>/`` of the collection folder, one row for every sample of the data. All of them stay, or, if parts are
 discarded, what is merged is deleted, and a rank keeps the ids and the metadata of its rows only. Row i belongs to id i:
 a digest in ``meta`` covers the row, its id and metadata, and the provenance of the collection. ``.pt`` files hold a

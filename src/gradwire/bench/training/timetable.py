@@ -10,7 +10,7 @@ from gradwire.bench.config import Training
 
 
 class Timetable(NamedTuple):
-    """What is done with each step.
+    """The first timed step and the profiled steps of a run.
 
     Attributes:
         first: The first step after the warm-up.

@@ -698,7 +698,7 @@ class Reducer:
 
     @property
     def _weights(self) -> Tensor:
-        """What the worst of a rank counts in a sum over the ranks: more than the lesser ones of all of them."""
+        """Weights of a rank's worst event in a sum over the ranks: each exceeds the sum of all lesser ones."""
         most = dist.get_world_size(self.everyone)
         return torch.tensor([0, 1, most + 1, math.inf], dtype=torch.float32, device="cpu")
 

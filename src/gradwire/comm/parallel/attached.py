@@ -1,4 +1,4 @@
-"""What is attached to a model, and belongs to its process group: copies of the model are without it."""
+"""Parts of a model that belong to its process group: copies of the model are without them."""
 
 from __future__ import annotations
 

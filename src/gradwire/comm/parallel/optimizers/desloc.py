@@ -68,7 +68,7 @@ class DesLoc(DiLoCo):
         self.received: dict[str, dict[str, Tensor]] = {}  # mean moments by key and name, from `average` to `move`
 
     def kind(self, step: int) -> str:
-        """What a step averages."""
+        """The parts that a step averages."""
         averaged = {"parameters": self.rounds, **self.intervals}
         return ", ".join(name for name, rounds in averaged.items() if rounds.ends(step)) or LOCAL_STEP
 
