@@ -88,14 +88,14 @@ lint: $(READY)
 	$(BIN)/mypy --config-file tests/checkers/mypy.ini examples build/pages
 	$(BIN)/basedpyright --project tests/checkers --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
-	$(BIN)/snakefmt --check Snakefile src/gradwire/bench/workflow
+	$(BIN)/snakefmt --check Snakefile workflow
 	$(BIN)/codespell
 	$(BIN)/snakemake --lint
 
 format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/snakefmt Snakefile src/gradwire/bench/workflow
+	$(BIN)/snakefmt Snakefile workflow
 
 # torch first, by version (its CPU and CUDA builds cannot share one hash), then everything else by hash.
 $(READY): requirements.lock pyproject.toml
@@ -120,7 +120,7 @@ $(READY_TITAN): $(READY) requirements-titan.lock
 
 schema: $(READY)
 	$(BIN)/python -c "import json; from gradwire.bench.config import json_schema; print(json.dumps(json_schema(), indent=2))" \
-	    > src/gradwire/bench/workflow/schemas/config.schema.json
+	    > workflow/schemas/config.schema.json
 
 lock:
 	uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-emit-find-links \

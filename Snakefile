@@ -1,5 +1,5 @@
 # The rules of the package, with the target that an include would not set.   snakemake --cores all --configfile FILE
-include: "src/gradwire/bench/workflow/Snakefile"
+include: "workflow/Snakefile"
 
 
 workflow.default_target = "all"

@@ -1,4 +1,4 @@
-"""The wheel holds the whole package, and trains without the repository."""
+"""The distributions hold the whole package and its workflow, and train without the repository."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -14,7 +15,18 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.full
-NEEDED = ("pyproject.toml", "README.md", "LICENSE", "src")  # what a wheel is made of
+NEEDED = (
+    "pyproject.toml",
+    "MANIFEST.in",
+    "README.md",
+    "LICENSE",
+    "src",
+    "workflow",
+    "Snakefile",
+    "config.yaml",
+    "configs",
+)
+LINKED = "gradwire/bench/workflow/files"  # to `workflow/`
 
 
 def run(*command: object, cwd: Path, path: Path | None = None) -> str:
@@ -32,23 +44,56 @@ def run(*command: object, cwd: Path, path: Path | None = None) -> str:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory) -> Path:
-    """The wheel, built from a copy of the sources."""
-    folder = tmp_path_factory.mktemp("wheel")
+def built(tmp_path_factory) -> Path:
+    """A folder with the source distribution, built from a copy of the sources, and the wheel, built from it."""
+    folder = tmp_path_factory.mktemp("built")
     for name in NEEDED:
         if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+            ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
+            shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=ignored)
         else:
             shutil.copy(ROOT / name, folder / name)
-    run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", folder, cwd=folder)
-    (built,) = folder.glob("*.whl")
-    return built
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder / "dist", cwd=folder)
+    return folder / "dist"
 
 
-def test_the_wheel_holds_every_file_of_the_package(wheel):
+@pytest.fixture(scope="module")
+def wheel(built) -> Path:
+    (file,) = built.glob("*.whl")
+    return file
+
+
+@pytest.fixture(scope="module")
+def sdist(built, tmp_path_factory) -> Path:
+    """The unpacked source distribution."""
+    (file,) = built.glob("*.tar.gz")
+    folder = tmp_path_factory.mktemp("sdist")
+    with tarfile.open(file) as archive:
+        archive.extractall(folder, filter="data")
+    return next(folder.iterdir())
+
+
+def files_of(folder: Path) -> set[str]:
+    files = (file for file in folder.rglob("*") if file.is_file() and file.suffix != ".pyc")
+    return {str(file.relative_to(folder)) for file in files}
+
+
+def test_the_wheel_holds_every_file_of_the_package_and_of_the_workflow(wheel):
     held = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("gradwire/")}
-    files = [file for file in (ROOT / "src" / "gradwire").rglob("*") if file.is_file() and file.suffix != ".pyc"]
-    assert held == {str(file.relative_to(ROOT / "src")) for file in files}
+    workflow = {f"{LINKED}/{name}" for name in files_of(ROOT / "workflow")}
+    assert f"{LINKED}/rules/train.smk" in workflow
+    assert held == {name for name in files_of(ROOT / "src") if name.startswith("gradwire/")} | workflow
+
+
+def test_the_source_distribution_holds_the_workflow_twice_as_files(sdist):
+    assert not any(file.is_symlink() for file in sdist.rglob("*"))
+    for folder in (sdist / "workflow", sdist / "src" / LINKED):
+        assert files_of(folder) == files_of(ROOT / "workflow")
+
+
+def test_snakemake_plans_the_experiment_in_the_source_distribution(sdist):
+    command = (sys.executable, "-m", "snakemake", "--dry-run", "--cores", "all", "--quiet", "--configfile")
+    run(*command, "configs/smoke.yaml", cwd=sdist, path=sdist / "src")
 
 
 def test_the_wheel_names_its_licence_and_its_needs(wheel):
@@ -97,4 +142,4 @@ def test_an_experiment_runs_from_the_wheel_in_an_empty_folder(wheel, tmp_path):
     assert {(row["compressor"], row["status"]) for row in frame} == {("none", "ok"), ("int8", "ok")}
     assert all(row["environment"]["gradwire"] for row in frame)
     log = (work / "results/small/logs/snakemake.log").read_text()
-    assert f"{installed}/gradwire/bench/workflow/rules" in log or "localrule" in log
+    assert f"{installed}/gradwire/bench/workflow/files/rules" in log or "localrule" in log

@@ -106,7 +106,7 @@ def configuration() -> str:
     parts = [
         "# Configuration",
         "An experiment is one YAML file. The same classes check it, give `gradwire train` its flags and generate "
-        "`src/gradwire/bench/workflow/schemas/config.schema.json`, from which this page is made. A key not listed here "
+        "`workflow/schemas/config.schema.json`, from which this page is made. A key not listed here "
         "is an error, which names the nearest one. `extends: FILE` takes what is not given from another file.",
         "## Experiment",
         *described(schema),

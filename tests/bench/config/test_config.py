@@ -39,7 +39,7 @@ SMALL = {"name": "small", "compressors": {"none": {}, "int8": {}}, "grid": {"see
 
 
 def test_the_committed_schema_is_current():
-    committed = json.loads((ROOT / "src/gradwire/bench/workflow/schemas/config.schema.json").read_text())
+    committed = json.loads((ROOT / "workflow/schemas/config.schema.json").read_text())
     assert committed == json_schema(), "run `make schema`"
 
 

@@ -32,7 +32,7 @@ from gradwire.bench.report.rows.record import read_results
 from gradwire.bench.report.rows.runs import unusable
 from gradwire.bench.report.rows.status import State, look, remaining
 
-FOLDER = Path(__file__).parent
+FOLDER = Path(__file__).parent / "files"  # `workflow/` of the checkout
 PROFILES = FOLDER / "profiles"
 REFRESH = 1.0  # seconds between two views
 DRY_RUN = {"-n", "--dry-run", "--dryrun"}  # Snakemake's names
