@@ -56,7 +56,7 @@ test: kernels
 
 # Compiled once, before several workers and their ranks would each do it.
 kernels: $(READY)
-	$(BIN)/python tests/compile_kernels.py
+	$(BIN)/python tests/helpers/compile_kernels.py
 
 test-faults: $(READY)
 	$(BIN)/python -m pytest -m faults $(if $(ONLY),-k "$(ONLY)") --durations=5 tests/faults

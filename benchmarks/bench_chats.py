@@ -1,7 +1,7 @@
 """Chats compared with bergson and transformers, token by token: ``python benchmarks/bench_chats.py [--chats 500]``.
 
-Chats of four templates (``tests/chat_templates.py``) are tokenized by gradwire, by ``bergson.data.tokenize``, and by
-transformers with a copy of the template that marks what the assistant says. bergson is installed into a new
+Chats of four templates (``tests/helpers/chat_templates.py``) are tokenized by gradwire, ``bergson.data.tokenize`` and
+transformers, with a copy of the template that marks what the assistant says. bergson is installed into a new
 environment, or ``--python`` names the interpreter of one that has it.
 """
 
@@ -22,7 +22,7 @@ from transformers import AutoTokenizer
 from gradwire.lm.data.shards import Shards
 from gradwire.lm.data.tokenization import tokenize
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "helpers"))
 from chat_templates import FAMILIES, make_tokenizer, marked, unmarked, write
 from data_samples import WORDS
 

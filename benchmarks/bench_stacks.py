@@ -25,7 +25,7 @@ from gradwire import DiLoCo, compress_gradients
 from gradwire.base.errors import BadInput
 
 ROOT = Path(__file__).parents[1]
-sys.path += map(str, (ROOT / "tests", ROOT / "tests" / "titan", ROOT / ".titan"))
+sys.path += map(str, (ROOT / "tests" / "helpers", ROOT / "tests" / "titan", ROOT / ".titan"))
 import stacks  # noqa: E402
 from world import Pool, World  # noqa: E402
 
@@ -54,7 +54,7 @@ def job_of(model: nn.Module, backward: Callable[[int], None], rate: float = 0.1)
 
 
 def on_mesh(build: Callable[[int], tuple[nn.Module, int]], processes: int, rate: float = 0.1) -> Job:
-    """A stack of `tests/stacks.py`."""
+    """A stack of `tests/helpers/stacks.py`."""
     model, sample = build(processes)
     return job_of(model, lambda number: stacks.loss_of(model, sample, number).backward(), rate)
 

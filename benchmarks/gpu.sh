@@ -17,7 +17,7 @@
 set -uo pipefail
 cd "$(dirname "$0")/.."
 export DEVICE=${DEVICE:-cuda} OUT=${OUT:-results/gpu} PYTHONUNBUFFERED=1
-export PYTHONPATH=src:benchmarks:tests/comm/compressors${PYTHONPATH:+:$PYTHONPATH}
+export PYTHONPATH=src:benchmarks:tests/helpers${PYTHONPATH:+:$PYTHONPATH}
 export PYTORCH_NVML_BASED_CUDA_CHECK=1 # asking for GPUs must not keep processes that are forked later from using them
 export TORCHINDUCTOR_COMPILE_THREADS=1 # workers may have no child processes
 export TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1

@@ -22,7 +22,7 @@ EXTRA = {"projections"}
 def test_the_cuda_kernels_compile_for_both_architectures_and_keep_their_numbers_in_registers():
     names = sorted({name for name, _ in METHODS if kernels.load("cuda", name) is not kernels.PLAIN} | EXTRA)
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    command = [sys.executable, str(Path(__file__).with_name("ahead_of_time.py")), *names]
+    command = [sys.executable, str(Path(__file__).with_name("helpers") / "ahead_of_time.py"), *names]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     compiled = [line.split() for line in done.stdout.splitlines()]

@@ -19,7 +19,7 @@ from world import PRELOAD
 import gradwire
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-SCRIPT = Path(__file__).with_name("own_script.py")
+SCRIPT = Path(__file__).with_name("helpers") / "own_script.py"
 STEPS = 20
 LINES = 36  # an example is read at one glance
 

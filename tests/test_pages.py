@@ -127,7 +127,7 @@ EXCEPT = {  # page, and how the block begins: why no test runs it as it is, or w
         "docs/explanation/lost-machines.md",
         "gradwire run configs/elastic.yaml",
     ): "an experiment of two minutes, with torchft; tests/faults/test_lost_groups.py has its cells",
-    ("docs/explanation/lost-machines.md", "from datetime"): "it needs several groups; tests/faults/quorum_group.py",
+    ("docs/explanation/lost-machines.md", "from datetime"): "it needs several groups; tests/helpers/quorum_group.py",
     (
         "docs/gradients.md",
         "from gradwire.attribution.collect.huggingface",

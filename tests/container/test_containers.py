@@ -29,7 +29,7 @@ from gradwire.bench.image import (
 )
 
 ROOT = CONTAINERS.parent
-WORKFLOW = ROOT / "src" / "gradwire" / "bench" / "workflow"
+WORKFLOW = ROOT / "workflow"
 WHEEL = re.compile(r"([a-z0-9._-]+)==(\S+) --hash=sha256:([0-9a-f]{64})")
 SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -183,7 +183,7 @@ def test_rules_ask_for_the_image_of_the_locks_and_say_how_to_get_it(tmp_path, de
     (tmp_path / "apptainer").chmod(0o755)
     shutil.copytree(ROOT / "src", tmp_path / "src")
     shutil.copytree(CONTAINERS, tmp_path / "containers", ignore=shutil.ignore_patterns("cache", "images"))
-    for name in ("profiles", "Snakefile"):
+    for name in ("workflow", "profiles", "Snakefile"):
         (tmp_path / name).symlink_to(ROOT / name)
     smoke = (ROOT / "configs" / "smoke.yaml").read_text()
     (tmp_path / "experiment.yaml").write_text(smoke.replace("device: cpu", f"device: {device}"))

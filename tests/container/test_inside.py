@@ -82,6 +82,7 @@ def test_rules_that_start_no_ranks_ran_in_the_image_too(done):
 def test_nothing_is_left_to_do_and_another_image_means_another_run(done, tmp_path):
     assert jobs(done, *IN_IMAGE) == {}
     shutil.copytree(ROOT / "src", tmp_path / "src")
+    shutil.copytree(ROOT / "workflow", tmp_path / "workflow")
     shutil.copy(ROOT / "Snakefile", tmp_path)
     shutil.copytree(CONTAINERS, tmp_path / "containers", ignore=shutil.ignore_patterns("cache", "images"))
     with (tmp_path / "containers" / "check.py").open("a") as recipe:

@@ -361,7 +361,7 @@ OF_RUN = "results/small/runs/fsdp2/int8/ws2/none/seed0"
 def checkout(folder: Path) -> Path:
     """A copy of the project with a small experiment."""
     folder.mkdir()
-    for name in ("src", "profiles", "containers"):
+    for name in ("src", "workflow", "profiles", "containers"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("images", "cache"))
     for name in ("Snakefile", "config.yaml"):
         shutil.copy(ROOT / name, folder / name)

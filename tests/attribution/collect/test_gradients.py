@@ -595,7 +595,12 @@ def test_aggregating_removes_what_a_killed_call_left_whatever_its_flags(alone, t
 
 def test_a_killed_collection_goes_on_to_the_store_of_an_unbroken_one(small, unmerged, tmp_path, monkeypatch):
     run = tmp_path / "run"
-    killed = [sys.executable, str(Path(__file__).with_name("killed_collect.py")), "7", *options(small, run)]
+    killed = [
+        sys.executable,
+        str(Path(__file__).parents[2] / "helpers" / "killed_collect.py"),
+        "7",
+        *options(small, run),
+    ]
     assert subprocess.run(killed, check=False).returncode == -9
     assert len(list(run.rglob("*.part"))) == 1
     parts = run / "rank_0" / "dim64"

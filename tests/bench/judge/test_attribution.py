@@ -200,7 +200,7 @@ def test_a_killed_call_goes_on_to_the_same_files(small, judged, tmp_path):
         copy = shutil.copytree if (judged / name).is_dir() else shutil.copy
         copy(judged / name, output / name)
     given = words("lds", small, output, "--queries", 3, "--fraction", 0.35, "--subsets", 4)
-    killed = Path(__file__).with_name("killed_lds.py")
+    killed = Path(__file__).parents[2] / "helpers" / "killed_lds.py"
     command = [sys.executable, killed, "2", *map(str, given), "--methods", "random"]  # which needs no gradients
     done = subprocess.run(command, capture_output=True, timeout=120)
     assert done.returncode == -9, done.stderr

@@ -24,7 +24,7 @@ from gradwire.bench.launch.fork import _wait
 from gradwire.bench.launch.ranks import ALLOCATOR, THREADS, Ended, RankFailure, first_cause, rank_variables
 from gradwire.comm.collectives import world
 
-PROBE = Path(__file__).with_name("rank_verb.py")
+PROBE = Path(__file__).parents[2] / "helpers" / "rank_verb.py"
 CLEAN = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", *THREADS)}
 
 

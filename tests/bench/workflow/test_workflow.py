@@ -41,7 +41,7 @@ class Checkout:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        for name in ("src", "profiles", "Snakefile", "config.yaml"):
+        for name in ("src", "workflow", "profiles", "Snakefile", "config.yaml"):
             copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
             copy(ROOT / name, folder / name)
         built = shutil.ignore_patterns("cache", "images")  # an image's name follows from the rest

@@ -316,7 +316,7 @@ def test_reducers_of_a_group_share_connections_and_open_none_without_need(world)
     "way", ["reducer", *(pytest.param(way, marks=pytest.mark.sweep) for way in ("hook", "comm_hook"))]
 )
 def test_a_rank_that_is_interrupted_in_mid_reduction_ends_at_once_and_does_not_crash(way):
-    command = [sys.executable, str(Path(__file__).with_name("interrupted_rank.py")), way]
+    command = [sys.executable, str(Path(__file__).parents[2] / "helpers" / "interrupted_rank.py"), way]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
     seconds = time.time() - float(ended.stdout)
     assert ended.stderr.rstrip().endswith("KeyboardInterrupt"), "the user's own traceback, and nothing after it"
@@ -325,6 +325,6 @@ def test_a_rank_that_is_interrupted_in_mid_reduction_ends_at_once_and_does_not_c
 
 @pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="threads have no policies here")
 def test_a_process_ends_only_when_no_thread_of_gloo_is_late():
-    program = [sys.executable, str(Path(__file__).with_name("late_threads.py"))]
+    program = [sys.executable, str(Path(__file__).parents[2] / "helpers" / "late_threads.py")]
     ended = subprocess.run(program, capture_output=True, text=True, timeout=60)
     assert (ended.stdout, ended.stderr) == (6 * "0 0\n", "")

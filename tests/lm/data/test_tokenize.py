@@ -176,7 +176,7 @@ def test_two_steps_give_what_one_gives(corpus, output, tmp_path):
 
 @pytest.mark.parametrize("stride", [3, pytest.param(1, marks=pytest.mark.sweep)])
 def test_killed_at_any_write_it_goes_on_to_the_same_bytes(tmp_path, stride):
-    script = Path(__file__).with_name("data_kill.py")
+    script = Path(__file__).parents[2] / "helpers" / "data_kill.py"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}  # the tests' own modules
     environment["TOKENIZERS_PARALLELISM"] = "false"  # forked children
     small = write_corpus(tmp_path / "small.json", values(6))

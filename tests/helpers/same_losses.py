@@ -1,4 +1,4 @@
-"""Whether an experiment went the same way twice: ``python tests/same_losses.py results/smoke OTHER/results/smoke``.
+"""Whether an experiment ran the same way twice: ``python tests/helpers/same_losses.py results/smoke OTHER``.
 
 Every run of the one is in the other, and every loss of every step and rank, evaluations and the perplexity included, is
 the same number. Where and how it ran (in a container, on a cluster) must not show in what was learned.

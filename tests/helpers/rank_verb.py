@@ -1,6 +1,6 @@
 """A verb for the tests of `gradwire launch`: as a module the verb `probe`, as a script `gradwire` with that verb.
 
-`python tests/bench/launch/rank_verb.py launch --world_size 2 -- probe --output_dir D --ranks '{"1": "refuse"}'` does in
+`python tests/helpers/rank_verb.py launch --world_size 2 -- probe --output_dir D --ranks '{"1": "refuse"}'` does in
 each rank what the JSON object says for it; a rank that it does not name waits to be ended if another one fails.
 """
 

@@ -15,7 +15,7 @@ from gradwire.base.files import write_json, write_text
 from gradwire.bench.config.file import check, read
 from gradwire.bench.report.rows.record import Result, csv_text, jsonl
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 WORSE = {
     "none": 0.0,

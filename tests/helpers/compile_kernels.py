@@ -1,12 +1,8 @@
-"""Compile every fused CPU form into numba's cache: ``python tests/compile_kernels.py``."""
+"""Compile every fused CPU form into numba's cache: ``python tests/helpers/compile_kernels.py``."""
 
 from __future__ import annotations
 
-import sys
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent / "comm" / "compressors"))
 
 from samples import BUILDS, generator, normal
 
