@@ -78,7 +78,6 @@ def register_backend(
     dist.Backend.register_backend(name, create, devices=["cpu"])
 
 
-# Why: docs/decisions.md, "A backend compresses buffers".
 class CompressedGroup(dist.ProcessGroup):
     """A process group of such a backend.
 
