@@ -240,7 +240,7 @@ class Loop:
             row["residual_norm"] = residual_norm(self.parts.reducer)
 
     def _keep_model_if_due(self, step: int) -> None:
-        """Write the model to ``lm/models/`` if that is due after ``step``."""
+        """Write the model to the run's ``models/`` if that is due after ``step``."""
         if due(self.training.keep_model_every, step):
             with optimizers.synchronized(self.parts.optimizer):
                 results.kept_model(

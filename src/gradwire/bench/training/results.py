@@ -1,4 +1,4 @@
-"""Files of a run: ``lm/models/`` of some steps; ``steps.parquet``, ``environment/``, ``final_model/`` and
+"""Files of a run: ``models/`` of some steps; ``steps.parquet``, ``environment/``, ``final_model/`` and
 ``record.json``.
 
 The record is written last, so its presence means that all other files are complete.

@@ -59,8 +59,8 @@ def register_of(folder: Path) -> None:
     if architecture not in CONFIG_MAPPING:
         raise BadInput(
             f"{folder} brings its own Python code (auto_map in {saved.CONFIG}), which gradwire never runs, and "
-            f"transformers has no architecture {architecture!r}: install a package that registers it as a plug-in of "
-            "gradwire.lm.models, or use another model."
+            f"transformers has no architecture {architecture!r}: install a package that offers it among "
+            "the entry points gradwire.models, or use another model."
         )
     _note_code(folder, architecture)
 

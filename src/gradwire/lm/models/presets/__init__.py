@@ -1,4 +1,4 @@
-"""Model presets: one YAML file each with inline options; other packages offer theirs as ``gradwire.lm.models``.
+"""Model presets: one YAML file each with inline options; other packages offer theirs as ``gradwire.models``.
 
 A ``model`` is the name of a preset, a folder, or inline options as JSON: ``{"architecture": "llama", ...}``. Their keys
 are those of the architecture's configuration in transformers.
@@ -52,7 +52,7 @@ def inline(text: str) -> dict[str, Any]:
 
 
 def checked(options: Any, where: str) -> dict[str, Any]:
-    """Return ``found`` if it is a mapping with an ``architecture``.
+    """Return ``options`` if it is a mapping with an ``architecture``.
 
     Raises:
         BadInput: If it is not.
