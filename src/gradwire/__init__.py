@@ -18,7 +18,6 @@ HOMES = {
     "DiLoCo": "gradwire.comm.parallel.optimizers.diloco",
     "StreamingDiLoCo": "gradwire.comm.parallel.optimizers.streaming",
     "ReplayDiLoCo": "gradwire.comm.parallel.optimizers.replay",
-    "DesLoc": "gradwire.comm.parallel.optimizers.desloc",
     "OneBitAdam": "gradwire.comm.parallel.optimizers.adam",
     "ZeroOneAdam": "gradwire.comm.parallel.optimizers.adam",
     "DeMo": "gradwire.comm.parallel.optimizers.demo",

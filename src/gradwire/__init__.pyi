@@ -27,7 +27,6 @@ from gradwire.comm.parallel import compress_gradients as compress_gradients
 from gradwire.comm.parallel.optimizers.adam import OneBitAdam as OneBitAdam
 from gradwire.comm.parallel.optimizers.adam import ZeroOneAdam as ZeroOneAdam
 from gradwire.comm.parallel.optimizers.demo import DeMo as DeMo
-from gradwire.comm.parallel.optimizers.desloc import DesLoc as DesLoc
 from gradwire.comm.parallel.optimizers.diloco import DiLoCo as DiLoCo
 from gradwire.comm.parallel.optimizers.muon import Muon as Muon
 from gradwire.comm.parallel.optimizers.replay import ReplayDiLoCo as ReplayDiLoCo

@@ -32,7 +32,6 @@ OPTIMIZERS = {
     ),
     "streaming": lambda m: gw.StreamingDiLoCo(adamw(m), m, sync_every=4, fragments=2, compressor="int8"),
     "replay": lambda m: gw.ReplayDiLoCo(adamw(m), m, sync_every=3, compressor="bins", embeddings="int8"),
-    "desloc": lambda m: gw.DesLoc(adamw(m), m, sync_every=2, compressor="onebit"),
     "demo": lambda m: gw.DeMo(m.parameters(), m, lr=1e-2),
     "onebit": lambda m: gw.OneBitAdam(m.parameters(), m, **ADAM),
     "zero-one": lambda m: gw.ZeroOneAdam(m.parameters(), m, **ADAM),

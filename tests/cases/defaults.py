@@ -24,7 +24,6 @@ LOCAL = {
     "DiLoCo": {"sync_every": 2, "compressor": "int8", "error_feedback": True},
     "StreamingDiLoCo": {"sync_every": 2, "fragments": 1, "compressor": "int8", "algorithm": "exchange"},
     "ReplayDiLoCo": {"sync_every": 2, "embeddings": "int8"},
-    "DesLoc": {"sync_every": 2},
     "OneBitAdam": {"dense_steps": 1},
     "ZeroOneAdam": {"dense_steps": 1},
     "DeMo": {},

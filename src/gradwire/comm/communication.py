@@ -14,7 +14,7 @@ from gradwire.base.strict import Strict
 from gradwire.comm.compressors import as_compressor
 from gradwire.comm.compressors.reduction import ReducerOptions, by_step
 
-CommOptimizer = Literal["gradient", "onebit_adam", "zero_one_adam", "diloco", "sparseloco", "muloco", "desloc", "demo"]
+CommOptimizer = Literal["gradient", "onebit_adam", "zero_one_adam", "diloco", "sparseloco", "muloco", "demo"]
 Inner = Literal["adamw", "muon", "sgd"]
 MOMENTUM = ("onebit_adam", "zero_one_adam")  # freeze the variance after a warm-up, and send momenta
 
@@ -48,9 +48,6 @@ PRESETS = {
     ),
     # Thérien et al., "MuLoCo: Muon is a Practical Inner Optimizer for DiLoCo" (arXiv:2505.23725, 2025).
     "muloco": Preset({"H": 30, "outer_lr": 0.7, "outer_momentum": 0.6, "inner": "muon"}, "bins", {"ef_decay": 0.9}),
-    # Iacob et al., "DES-LOC: Desynced Low Communication Adaptive Optimizers for Training Foundation Models"
-    # (arXiv:2505.22549, 2025), which has no single H; the moments' intervals are its multiples of it.
-    "desloc": Preset({"H": 30, "outer_lr": 1.0, "outer_momentum": 0.0}, home="desloc.DesLoc"),
     # Peng et al., "DeMo: Decoupled Momentum Optimization" (arXiv:2411.19870, 2024).
     "demo": Preset(method="dcttopk", reduction={"ef_decay": 0.999}, home="demo.DeMo"),
 }
@@ -59,13 +56,12 @@ PRESETS = {
 LOCAL = tuple(name for name, chosen in PRESETS.items() if "H" in chosen.options)
 """Optimizers that train alone for H steps, and send what that changed."""
 
-DILOCO = tuple(name for name in LOCAL if PRESETS[name].home == Preset().home)
+DILOCO = LOCAL  # among which groups may be lost
 OPTIONS = {  # of which optimizers an option is
     **dict.fromkeys(("freeze_step", "variance_kappa", "local_doubling", "max_local_steps"), ("zero_one_adam",)),
     **dict.fromkeys(("H", "outer_lr", "outer_momentum", "dense_rounds"), LOCAL),
-    **dict.fromkeys(("H_momentum", "H_variance"), ("desloc",)),
-    **dict.fromkeys(("streaming", "embeddings"), DILOCO),
-    "inner": ("gradient", *DILOCO),
+    **dict.fromkeys(("streaming", "embeddings"), LOCAL),
+    "inner": ("gradient", *LOCAL),
 }
 
 
@@ -133,12 +129,6 @@ class Communication(Strict, strict=True):
     local_doubling: Count | None = Field(default=None, description="steps before the local steps' interval doubles")
     max_local_steps: Count = Field(default=16, description="largest interval between synchronisations")
     H: Interval | None = Field(default=None, description="local steps of a round, or a schedule: {0: 1, 100: 5}")
-    H_momentum: Interval | None = Field(
-        default=None, description="steps between averages of desloc's first moment; 3 H"
-    )
-    H_variance: Interval | None = Field(
-        default=None, description="steps between averages of desloc's second moment; 6 H"
-    )
     outer_lr: float | None = Field(default=None, gt=0, description="learning rate of the outer step")
     outer_momentum: float | None = Field(default=None, ge=0, lt=1, description="Nesterov momentum of the outer step")
     dense_rounds: Natural = Field(default=0, description="first rounds without compression")

@@ -66,10 +66,6 @@ COMMUNICATING = {
         LOCAL | {"streaming": {"fragments": 1, "delay": 2}},
         {"local": 7, "sends": 3, "receives": 2, "last": 1},
     ),
-    "desloc": (
-        LOCAL | {"comm_optimizer": "desloc", "H": 2, "H_momentum": 4, "H_variance": 8},
-        {"local": 6, "parameters": 4, "parameters, exp_avg": 2, "parameters, exp_avg, exp_avg_sq": 1},
-    ),
     "zero_one_adam": (
         {"method": "onebit", "comm_optimizer": "zero_one_adam", "dense_steps": 2, "freeze_step": 4}
         | {"local_doubling": 2, "max_local_steps": 3},

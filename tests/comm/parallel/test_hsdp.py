@@ -203,7 +203,6 @@ ALONE = {
     "onebit_adam": ({"dense_steps": 2}, {}),
     "zero_one_adam": ({"dense_steps": 1}, {"freeze_step": 3, "local_doubling": 1, "steps": 8}),
     "diloco": ({}, {"H": 3, "outer_lr": 0.8, "outer_momentum": 0.5, "steps": 8}),
-    "desloc": ({}, {"H": 2, "H_momentum": 3, "H_variance": 4, "steps": 8}),
     "sparseloco": ({}, {"H": 3, "steps": 8}),
     "streaming": ({}, {"H": 4, "outer_lr": 0.8, "streaming": {"fragments": 2, "delay": 1}, "steps": 8}),
     "demo": ({}, {}),

@@ -34,7 +34,6 @@ OPTIMIZERS = {  # the name, the method, the reducer's options, the optimizer's; 
     "diloco": ("diloco", "onebit", ONEBIT, {"H": 3, "steps": LAST}),  # a round, with momentum
     "muloco": ("muloco", "bins", {"error_feedback": True}, {"H": 3, "steps": LAST}),
     "sparseloco": ("sparseloco", "chunktopk+bins", SPARSE, {"H": 3, "steps": LAST}),
-    "desloc": ("desloc", "onebit", ONEBIT, {"H": 3, "H_momentum": 2, "H_variance": 4, "steps": LAST}),
     "replay": (  # a round, with gradients of the embedding
         "diloco",
         "onebit",

@@ -150,7 +150,7 @@ def kin(rank, world, group, name, kind):
 
 
 @pytest.mark.parametrize("kind", ["plain", "ddp"])
-@pytest.mark.parametrize("name", ["DiLoCo", "StreamingDiLoCo", "DesLoc", "OneBitAdam", "ZeroOneAdam", "DeMo"])
+@pytest.mark.parametrize("name", ["DiLoCo", "StreamingDiLoCo", "OneBitAdam", "ZeroOneAdam", "DeMo"])
 def test_every_kind_of_it_trains_by_step_alone(world, name, kind):
     (traffic, moved, end), (_, _, other) = world(2).run(kin, name, kind)
     assert moved and torch.equal(end, other) and end.isfinite().all()
@@ -245,7 +245,6 @@ def refused(rank, world, group):
     for name, call in {
         "order": lambda: gw.DiLoCo(net(), torch.optim.AdamW(net().parameters()), sync_every=2),
         "twice": lambda: gw.DiLoCo(scaled, model, sync_every=2),
-        "moments": lambda: gw.DesLoc(torch.optim.SGD(net().parameters()), net(), sync_every=2),
         "warm-up": lambda: gw.OneBitAdam(net().parameters(), net()),
         "scaler": scaled.step,
     }.items():
@@ -266,7 +265,6 @@ def test_what_cannot_train_apart_is_refused_at_the_call(world):
         "ranks": "steps is 1 on rank 0 and 2 on rank 1",
         "order": "DiLoCo takes an optimizer of torch, such as AdamW, then the model, not Linear",
         "twice": "then the model, not DiLoCo",
-        "moments": "DesLoc averages the moments of Adam or AdamW, not those of SGD",
         "warm-up": "dense_steps must be at least 1",
         "scaler": "DiLoCo has no use for a GradScaler",
     }

@@ -308,7 +308,7 @@ def test_ranks_with_other_codecs_are_refused(world):
         ({"embeddings": {"method": "int8", "bits": 4}}, "unknown int8 option 'bits'"),
         ({"embeddings": {"num_bits": 4}}, "a mapping with its method and options"),
         ({"embeddings": "int8", "streaming": {"fragments": 2}}, "streaming has none: omit one of them"),
-        ({"embeddings": "int8", "comm_optimizer": "desloc"}, "an option of comm_optimizer diloco, sparseloco, muloco"),
+        ({"embeddings": "int8", "comm_optimizer": "demo"}, "an option of comm_optimizer diloco, sparseloco, muloco"),
     ],
 )
 def test_bad_cells_are_one_message(cell, message):

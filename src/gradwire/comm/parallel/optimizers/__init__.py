@@ -28,8 +28,6 @@ __all__ = ["ALIKE", "Communicating", "available", "build", "build_inner", "synch
 INNER = ("adamw", "muon", "sgd")
 ROUNDS = {  # arguments of local updates, by a cell's option
     "H": "sync_every",
-    "H_momentum": "sync_momentum",
-    "H_variance": "sync_variance",
     "dense_rounds": "dense_rounds",
     "steps": "steps",
     "manager": "manager",
