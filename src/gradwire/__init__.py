@@ -14,7 +14,6 @@ HOMES = {
     "compress_gradients": "gradwire.comm.parallel",
     "comm_hook": "gradwire.comm.parallel",
     "Compression": "gradwire.comm.parallel",
-    "register_backend": "gradwire.comm.collectives.backend",
     "DiLoCo": "gradwire.comm.parallel.optimizers.diloco",
     "StreamingDiLoCo": "gradwire.comm.parallel.optimizers.streaming",
     "ReplayDiLoCo": "gradwire.comm.parallel.optimizers.replay",

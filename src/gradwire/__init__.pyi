@@ -1,5 +1,4 @@
 from gradwire.bench.report.rows.record import load_results as load_results
-from gradwire.comm.collectives.backend import register_backend as register_backend
 from gradwire.comm.compressors.methods.bf16 import BF16 as BF16
 from gradwire.comm.compressors.methods.bins import Bins as Bins
 from gradwire.comm.compressors.methods.chunktopk import ChunkTopK as ChunkTopK

@@ -29,12 +29,11 @@ ReducerOptions()
 
 def blocks(text: str) -> list[str]:
     """The Python blocks of a page as modules."""
-    return [  # torch types the group of a backend as ProcessGroup | int | None
+    return [
         ("" if block[1].startswith('"""') else "from reader import *")
         + "\n" * text.count("\n", 0, block.start(1))
         + block[1]
         for block in BLOCK.finditer(text)
-        if "register_backend" not in block[1]
     ]
 
 

@@ -104,13 +104,6 @@ def test_groups_of_a_simulated_rank():
     internals.finished_work([torch.ones(1)]).wait()
 
 
-def test_a_groups_only_backend():
-    group, gloo = dist.ProcessGroup(0, 1), dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=9))
-    internals.set_backend(group, gloo)
-    group.broadcast([torch.ones(1)], dist.BroadcastOptions()).wait()
-    assert group._get_backend(torch.device("cpu")) is gloo
-
-
 def test_a_step_that_allocates_state():
     class Asked(torch.optim.Adam):
         def step(self, closure=None):

@@ -140,12 +140,6 @@ def finished_work(result: Any) -> dist.Work:
     return torch._C._distributed_c10d._create_work_from_future(future)
 
 
-def set_backend(group: dist.ProcessGroup, backend: dist.Backend) -> None:
-    """Give a process group its only backend, for tensors on the CPU."""
-    group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
-    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, backend)
-
-
 def new_tables(default: dist.ProcessGroup, backend: str) -> Any:
     """Return what torch keeps of its process groups, for a process that has only a default group."""
     return SimpleNamespace(
