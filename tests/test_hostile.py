@@ -22,7 +22,7 @@ from gradwire.bench.command import parser_of
 from gradwire.bench.launch import leases
 from gradwire.comm.communication import Communication
 from gradwire.comm.compressors import registry
-from gradwire.comm.compressors.reduction import ReducerOptions
+from gradwire.comm.reduction import ReducerOptions
 from gradwire.lm.models import causal
 
 INTEGERS = ["-1", str(2**80)]  # what no flag takes, whatever it counts

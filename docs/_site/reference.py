@@ -23,7 +23,7 @@ from gradwire.bench.report.rows.record import Result
 from gradwire.comm.communication import Communication
 from gradwire.comm.compressors import available, build, method_class, option_schema
 from gradwire.comm.compressors.listing import MATRIX, kind, shown, taken
-from gradwire.comm.compressors.reduction import ReducerOptions
+from gradwire.comm.reduction import ReducerOptions
 
 NUMEL = math.prod(MATRIX)
 PYTHON = {
@@ -38,10 +38,10 @@ PYTHON = {
         "gradwire.comm.compressors.sparse",
         "gradwire.comm.compressors.rounds",
         "gradwire.comm.compressors.registry",
-        "gradwire.comm.compressors.feedback",
-        "gradwire.comm.compressors.reduction",
     ),
     "Library: collectives": (
+        "gradwire.comm.reduction",
+        "gradwire.comm.collectives.feedback",
         "gradwire.comm.collectives.layout",
         "gradwire.comm.collectives.meter",
         "gradwire.comm.collectives.world",

@@ -17,7 +17,7 @@ BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 METHODS = "gradwire.comm.compressors.methods."
 MODELS = """import gradwire as gw
 from gradwire.comm.communication import Communication, Outer, Streaming
-from gradwire.comm.compressors.reduction import Exempt, ReducerOptions
+from gradwire.comm.reduction import Exempt, ReducerOptions
 
 Communication()
 Outer()

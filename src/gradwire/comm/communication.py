@@ -12,7 +12,7 @@ from gradwire.base.errors import BadInput
 from gradwire.base.flags import COUNT, NATURAL
 from gradwire.base.strict import Strict
 from gradwire.comm.compressors import as_compressor
-from gradwire.comm.compressors.reduction import ReducerOptions, by_step
+from gradwire.comm.reduction import ReducerOptions, by_step
 
 CommOptimizer = Literal["gradient", "onebit_adam", "zero_one_adam", "diloco", "sparseloco", "muloco", "demo"]
 Inner = Literal["adamw", "muon", "sgd"]

@@ -31,8 +31,8 @@ from gradwire.bench.config import (
 )
 from gradwire.comm.communication import Communication
 from gradwire.comm.compressors import build
-from gradwire.comm.compressors.reduction import ENCODINGS, ParamCompress, Schedule
 from gradwire.comm.parallel.optimizers.adam import ZeroOneAdam
+from gradwire.comm.reduction import ENCODINGS, ParamCompress, Schedule
 
 ROOT = Path(__file__).parents[3]
 SMALL = {"name": "small", "compressors": {"none": {}, "int8": {}}, "grid": {"seeds": [0, 1]}}

@@ -18,7 +18,7 @@ from gradwire.comm.collectives.queue import run
 from gradwire.comm.collectives.reducer import ALGORITHMS, check_options
 from gradwire.comm.compressors import available, build
 from gradwire.comm.compressors.base import Compressor, numel
-from gradwire.comm.compressors.reduction import ReducerOptions
+from gradwire.comm.reduction import ReducerOptions
 
 SHAPES = [("matrix", (5, 3)), ("bias", (7,)), ("scalar", (1,)), ("cube", (2, 3, 2)), ("row", (1, 4))]
 NUMEL = sum(math.prod(shape) for _, shape in SHAPES)

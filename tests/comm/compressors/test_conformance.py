@@ -12,9 +12,9 @@ from lockstep import lockstep
 from samples import BUILDS, CHAINS, FLOAT32, SHAPES, draws, generator, normal, scattered
 
 from gradwire.base.errors import NonFiniteGradient
+from gradwire.comm.collectives.feedback import Feedback
 from gradwire.comm.compressors import build
 from gradwire.comm.compressors.base import Quantizer, Shape
-from gradwire.comm.compressors.feedback import Feedback
 from gradwire.comm.compressors.rounds import Context
 
 every_build = pytest.mark.parametrize(("name", "options"), BUILDS, ids=str)

@@ -9,9 +9,9 @@ import torch
 from samples import METHODS, generator, normal
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gradwire.comm.collectives.feedback import RESIDUAL_DTYPES, Feedback
 from gradwire.comm.compressors import build
 from gradwire.comm.compressors.base import Compressor, Quantizer
-from gradwire.comm.compressors.feedback import RESIDUAL_DTYPES, Feedback
 from gradwire.comm.compressors.sparse import Sparsifier
 
 ROUNDING = 2.0**-24  # of one float32 operation, relative to its result

@@ -17,8 +17,8 @@ from gradwire.comm.collectives import Layout, Reducer
 from gradwire.comm.collectives.meter import METER
 from gradwire.comm.collectives.parameters import ParameterGather
 from gradwire.comm.compressors import build
-from gradwire.comm.compressors.reduction import ENCODINGS
 from gradwire.comm.parallel import accumulation, block_sizes, full_state_dict, parameters_unhooked, wrap
+from gradwire.comm.reduction import ENCODINGS
 
 worlds = pytest.mark.parametrize("size", [2, 3])
 methods = pytest.mark.parametrize("method", ["bf16", "int8"])

@@ -23,7 +23,7 @@ from gradwire.comm.communication import (
     preset,
 )
 from gradwire.comm.compressors import registry
-from gradwire.comm.compressors.reduction import ENCODINGS, ParamCompress, ReducerOptions, Schedule
+from gradwire.comm.reduction import ENCODINGS, ParamCompress, ReducerOptions, Schedule
 
 Rank = Annotated[int, RANK]
 OF_TRAINING = ("lr", "beta2", "precision")  # keys of a cell that replace those of `training`

@@ -23,10 +23,10 @@ from gradwire.comm.collectives import IslandReducer, Reducer, build_islands
 from gradwire.comm.collectives.quorum import QuorumReducer
 from gradwire.comm.collectives.world import World
 from gradwire.comm.compressors import build as build_compressor
-from gradwire.comm.compressors.reduction import encoding_of
 from gradwire.comm.compressors.rehearsal import rehearse
 from gradwire.comm.parallel import optimizers
 from gradwire.comm.parallel.mesh import local
+from gradwire.comm.reduction import encoding_of
 from gradwire.lm.data.shards import Shards
 from gradwire.lm.models import causal
 

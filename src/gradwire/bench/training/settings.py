@@ -19,8 +19,8 @@ from gradwire.base.units import UNSHAPED
 from gradwire.bench.config import FLAGS, Cell, Strategy, Training, check_private
 from gradwire.bench.launch.elastic import Members
 from gradwire.comm.communication import CommOptimizer
-from gradwire.comm.compressors.reduction import ParamCompress
 from gradwire.comm.compressors.registry import sources
+from gradwire.comm.reduction import ParamCompress
 from gradwire.comm.topology import STRATEGIES, check_simulated, check_topology
 from gradwire.lm.data.defaults import CHAT_FORMAT, LENGTH, MAX_LENGTH, SKIP_INVALID, VOCAB_SIZE, VOCABULARY, ChatFormat
 from gradwire.lm.models import presets

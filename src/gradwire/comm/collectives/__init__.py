@@ -4,6 +4,6 @@ from gradwire.comm.collectives.islands import IslandReducer, Islands, build_isla
 from gradwire.comm.collectives.layout import Layout, Piece
 from gradwire.comm.collectives.meter import METER, Meter
 from gradwire.comm.collectives.reducer import Reducer
-from gradwire.comm.compressors.reduction import Exempt
+from gradwire.comm.reduction import Exempt
 
 __all__ = ["METER", "Exempt", "IslandReducer", "Islands", "Layout", "Meter", "Piece", "Reducer", "build_islands"]

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from gradwire.base.errors import BadInput
+from gradwire.comm.collectives.feedback import Feedback
 from gradwire.comm.collectives.layout import FLOAT32, Batch, Layout, Piece, Plan, Table
 from gradwire.comm.collectives.state import check_keys, check_tensors, whole
 from gradwire.comm.compressors.base import Compressor
-from gradwire.comm.compressors.feedback import Feedback
-from gradwire.comm.compressors.reduction import ReducerOptions, Schedule
 from gradwire.comm.compressors.rounds import State
 from gradwire.comm.compressors.segments import Segments
+from gradwire.comm.reduction import ReducerOptions, Schedule
 
 Phase = Literal["scatter", "gather"]  # every rank's gradients to the owners; the owners' means to every rank
 RESIDUAL = "residual.float32"  # the entry of `Feedback.state_dict` with a residual of that type

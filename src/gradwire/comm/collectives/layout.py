@@ -19,8 +19,8 @@ from torch import Tensor
 from gradwire.base.errors import RunFault
 from gradwire.comm.compressors import build
 from gradwire.comm.compressors.base import Compressor, Onto
-from gradwire.comm.compressors.reduction import Exempt
 from gradwire.comm.compressors.segments import Segment, Segments
+from gradwire.comm.reduction import Exempt
 
 Kind = Literal["reduce_scatter", "all_reduce"]
 FLOAT32 = build("none")

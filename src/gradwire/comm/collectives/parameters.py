@@ -22,14 +22,14 @@ from gradwire.comm.collectives.ops import Group
 from gradwire.comm.collectives.queue import run
 from gradwire.comm.compressors import build
 from gradwire.comm.compressors.base import Onto
-from gradwire.comm.compressors.reduction import encoding_of
+from gradwire.comm.reduction import encoding_of
 
 
 class ParameterGather:
     """Gathers the rows of a layout; every rank decodes all of them, its own too, so that all use the same weights.
 
     Args:
-        encoding: A key of `comm.compressors.reduction.ENCODINGS`.
+        encoding: A key of `comm.reduction.ENCODINGS`.
         group: The ranks; None is the default group.
         meter: Counts the bytes and the codec's time, as ``parameters``.
 

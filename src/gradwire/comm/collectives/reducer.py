@@ -31,7 +31,7 @@ from gradwire.comm.collectives.queue import Handle, ReductionQueue, Task, build_
 from gradwire.comm.collectives.world import check_initialized
 from gradwire.comm.compressors import as_compressor
 from gradwire.comm.compressors.base import Compressor
-from gradwire.comm.compressors.reduction import ReducerOptions, Schedule
+from gradwire.comm.reduction import ReducerOptions, Schedule
 
 Given: TypeAlias = Compressor | str | Mapping[str, Any]
 Then: TypeAlias = Callable[[Tensor], object]  # what to do with a mean

@@ -20,7 +20,6 @@ from gradwire.comm.collectives import Reducer, state
 from gradwire.comm.collectives.groups import new_group
 from gradwire.comm.collectives.ops import Group
 from gradwire.comm.collectives.reducer import Ending, Given, check_options
-from gradwire.comm.compressors.reduction import encoding_of
 from gradwire.comm.parallel.checks import Completeness
 from gradwire.comm.parallel.mesh import local
 from gradwire.comm.parallel.names import COMPILED, named_parameters
@@ -32,6 +31,7 @@ from gradwire.comm.parallel.strategies.fsdp2 import (
 )
 from gradwire.comm.parallel.strategy import in_backward
 from gradwire.comm.parallel.wrap import hook, wrapper_of
+from gradwire.comm.reduction import encoding_of
 from gradwire.comm.torch_internals import ParameterGroup, allocating, has_step_hooks, timeout_of, version_of
 
 
@@ -67,7 +67,7 @@ def compress_gradients(
         error_feedback: Whether each rank keeps what its encodings lost, and adds it to its next gradient.
         inside: The compressor inside islands (HSDP), over the ranks that shard a model; None: FSDP2 averages there.
         parameters: Encoding of FSDP2's all-gathers of parameters, such as ``int8`` or ``int4-diff``, a key of
-            `gradwire.comm.compressors.reduction.ENCODINGS`; None sends them as they are. ``int4-diff`` sends
+            `gradwire.comm.reduction.ENCODINGS`; None sends them as they are. ``int4-diff`` sends
             the differences of each optimizer step once, and needs ``optimizer``.
         options: Other options of `Reducer`, such as ``dense_steps``, ``schedule`` and ``exempt``. ``nonfinite`` is
             ``propagate``, as for `comm_hook`: a NaN or infinity of one rank reaches the gradients of all, where

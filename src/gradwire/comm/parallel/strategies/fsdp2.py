@@ -27,10 +27,10 @@ from gradwire.comm.collectives.layout import Kind
 from gradwire.comm.collectives.meter import METER, Meter
 from gradwire.comm.collectives.ops import Group
 from gradwire.comm.collectives.parameters import ParameterGather, Replica
-from gradwire.comm.compressors.reduction import encoding_of
 from gradwire.comm.parallel.mesh import local
 from gradwire.comm.parallel.names import named_parameters, trainable
 from gradwire.comm.parallel.strategy import EndOfBackward, Strategy, in_backward
+from gradwire.comm.reduction import encoding_of
 from gradwire.comm.torch_internals import (
     ParameterGroup,
     backward_interrupted,
@@ -52,7 +52,7 @@ class FSDP2(Strategy):
         group: The ranks; None is the default group.
         device: The model's device.
         param_compress: Encoding of the parameters in all-gathers: ``none`` (uncompressed), or a key of
-            `comm.compressors.reduction.ENCODINGS`. Shards and the weights in evaluation mode stay exact. With
+            `comm.reduction.ENCODINGS`. Shards and the weights in evaluation mode stay exact. With
             one rank nothing is sent. ``int4-diff`` sends each optimizer step's differences once, in the first forward
             pass; `comm.parallel.accumulation` names the last micro-batch before the next optimizer step.
         reshard_after_forward: As for `fully_shard`; None is its default.
@@ -542,7 +542,7 @@ def compress_parameters(
 
     Args:
         wrapped: The sharded model.
-        encoding: A key of `comm.compressors.reduction.ENCODINGS`.
+        encoding: A key of `comm.reduction.ENCODINGS`.
         unchanged: Whether the replica of a group needs no update.
 
     Raises:

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from gradwire.comm.compressors.base import Shape
-from gradwire.comm.compressors.reduction import ResidualDtype
 from gradwire.comm.compressors.registry import build
+from gradwire.comm.reduction import ResidualDtype
 
 RESIDUAL_DTYPES = get_args(ResidualDtype)
 
