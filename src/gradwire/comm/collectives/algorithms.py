@@ -21,8 +21,9 @@ from gradwire.comm.closed_forms import total_bytes
 from gradwire.comm.collectives import ops
 from gradwire.comm.collectives.codec import Codec, counted
 from gradwire.comm.collectives.feedback import Feedback
-from gradwire.comm.collectives.layout import FLOAT32, Kind, Layout, Piece, Plan, Sizes
+from gradwire.comm.collectives.layout import Kind, Layout, Piece
 from gradwire.comm.collectives.meter import Meter
+from gradwire.comm.collectives.plan import FLOAT32, Plan, Sizes
 from gradwire.comm.collectives.queue import Request, Task
 from gradwire.comm.compressors.base import Compressor
 from gradwire.comm.compressors.rounds import Ask, Context, Rounds, State

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from gradwire.base.errors import BadInput
 from gradwire.comm.collectives.feedback import Feedback
-from gradwire.comm.collectives.layout import FLOAT32, Batch, Layout, Piece, Plan, Table
+from gradwire.comm.collectives.layout import Layout, Piece
+from gradwire.comm.collectives.plan import FLOAT32, Batch, Plan, Table
 from gradwire.comm.collectives.state import check_keys, check_tensors, whole
 from gradwire.comm.compressors.base import Compressor
 from gradwire.comm.compressors.rounds import State

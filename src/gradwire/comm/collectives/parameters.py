@@ -16,9 +16,10 @@ from torch import Tensor
 
 from gradwire.comm.closed_forms import FLOAT32_BYTES, total_bytes
 from gradwire.comm.collectives.algorithms import Ranks, gather_rows
-from gradwire.comm.collectives.layout import FLOAT32, Layout, Plan
+from gradwire.comm.collectives.layout import Layout
 from gradwire.comm.collectives.meter import METER, Meter
 from gradwire.comm.collectives.ops import Group
+from gradwire.comm.collectives.plan import FLOAT32, Plan
 from gradwire.comm.collectives.queue import run
 from gradwire.comm.compressors import build
 from gradwire.comm.compressors.base import Onto
