@@ -35,7 +35,7 @@ from gradwire.base.files import write_json
 from gradwire.bench.launch.lighthouse import LOG, lighthouse
 from gradwire.comm.collectives import ops
 from gradwire.comm.collectives.codec import Codec
-from gradwire.comm.collectives.quorum import QuorumReducer
+from gradwire.comm.collectives.islands import QuorumReducer
 from gradwire.comm.collectives.world import host_store
 from gradwire.comm.parallel.optimizers.quorum import Quorum, digest_of
 from gradwire.lm.data import corpus, tokenizer

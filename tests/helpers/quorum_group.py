@@ -17,7 +17,7 @@ from torchft.checkpointing import HTTPTransport
 import gradwire as gw
 from gradwire.comm.collectives import ops
 from gradwire.comm.collectives.codec import Codec
-from gradwire.comm.collectives.quorum import QuorumReducer
+from gradwire.comm.collectives.islands import QuorumReducer
 from gradwire.comm.parallel.optimizers.quorum import Quorum
 
 SHAPES = {"0.weight": (13, 7), "0.bias": (13,), "2.weight": (5, 13), "2.bias": (5,)}

@@ -85,7 +85,7 @@ def free_groups() -> None:
 
     DDP frees its group with Python's lock held, and waits for the group's threads: none may need the lock by then.
     """
-    from gradwire.comm.collectives.process import wait_for_threads
+    from gradwire.comm.collectives.queue import wait_for_threads
 
     wait_for_threads(1.0)
     if "torch.distributed.tensor" in sys.modules:

@@ -20,7 +20,7 @@ from gradwire.bench.training.objective import Guarantee, Plain, Private, Quality
 from gradwire.bench.training.settings import Settings
 from gradwire.comm import parallel
 from gradwire.comm.collectives import IslandReducer, Reducer, build_islands
-from gradwire.comm.collectives.quorum import QuorumReducer
+from gradwire.comm.collectives.islands import QuorumReducer
 from gradwire.comm.collectives.world import World
 from gradwire.comm.compressors import build as build_compressor
 from gradwire.comm.compressors.rehearsal import rehearse

@@ -24,7 +24,6 @@ from gradwire.comm.closed_forms import FLOAT32_BYTES, rank_bytes
 from gradwire.comm.collectives import ops, state
 from gradwire.comm.collectives.algorithms import ALGORITHMS, Algorithm, Ranks
 from gradwire.comm.collectives.codec import Codec
-from gradwire.comm.collectives.groups import Shared
 from gradwire.comm.collectives.layout import Kind, Layout
 from gradwire.comm.collectives.meter import METER, Meter, Traffic
 from gradwire.comm.collectives.queue import Handle, ReductionQueue, Task, build_queue, connect
@@ -200,7 +199,8 @@ class Reducer:
         """
         if type(self) is not Reducer:
             raise BadInput(f"{type(self).__name__} belongs to its ranks and cannot be copied: save its state_dict().")
-        return copied, (self._given, Shared(self.group), self.parts, self.loss_scale, self._claimed, self.state_dict())
+        kept = self.parts, self.loss_scale, self._claimed, self.state_dict()
+        return copied, (self._given, ops.Shared(self.group), *kept)
 
     @property
     def step(self) -> int:
@@ -737,7 +737,7 @@ class Reducer:
 
 def copied(
     given: dict[str, Any],
-    group: Shared,
+    group: ops.Shared,
     parts: Mapping[str, Reducer],
     loss_scale: float,
     claimed: Collection[str],

@@ -17,8 +17,7 @@ from torch.optim import Optimizer
 
 from gradwire.base.errors import BadInput
 from gradwire.comm.collectives import Reducer, state
-from gradwire.comm.collectives.groups import new_group
-from gradwire.comm.collectives.ops import Group
+from gradwire.comm.collectives.ops import Group, new_group
 from gradwire.comm.collectives.reducer import Ending, Given, check_options
 from gradwire.comm.parallel.checks import Completeness
 from gradwire.comm.parallel.mesh import local

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from gradwire.base.errors import BadInput
 from gradwire.comm.collectives import IslandReducer, Islands, Reducer, build_islands, ops, state
-from gradwire.comm.collectives.groups import Shared
+from gradwire.comm.collectives.ops import Shared
 from gradwire.comm.collectives.reducer import check_options
 from gradwire.comm.compressors import as_compressor
 from gradwire.comm.compressors.base import Compressor

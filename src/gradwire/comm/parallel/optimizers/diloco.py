@@ -33,8 +33,8 @@ from torch.optim import Optimizer
 from gradwire.base.errors import BadInput
 from gradwire.base.strict import checked, checked_arguments
 from gradwire.comm.collectives import Layout, Reducer, state
+from gradwire.comm.collectives.islands import QuorumReducer
 from gradwire.comm.collectives.queue import Handle
-from gradwire.comm.collectives.quorum import QuorumReducer
 from gradwire.comm.communication import Count, Interval, Natural, Outer
 from gradwire.comm.parallel.checks import described, parameters_of, shown
 from gradwire.comm.parallel.optimizers.base import LOCAL_STEP, AnyCompressor, Communicating, copy_tensors, duplicate

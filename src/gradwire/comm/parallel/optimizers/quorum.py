@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor
 
 from gradwire.base.errors import BadInput, RunFault
 from gradwire.comm.collectives import ops
-from gradwire.comm.collectives.quorum import QuorumReducer
+from gradwire.comm.collectives.islands import QuorumReducer
 from gradwire.comm.collectives.reducer import Given, check_options
 from gradwire.comm.compressors import as_compressor
 from gradwire.comm.parallel.checks import check_agreement, check_gradients, parameters_of
