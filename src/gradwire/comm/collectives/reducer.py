@@ -12,7 +12,7 @@ import math
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from torch.nn.functional import pad
 from gradwire.base.errors import BadInput, NonFiniteGradient, RunFault, unknown
 from gradwire.comm.closed_forms import FLOAT32_BYTES, rank_bytes
 from gradwire.comm.collectives import ops, state
+from gradwire.comm.collectives.agreement import LEFT_OUT, NONFINITE, UNREDUCED, Agreement, Watch, check_reduced
 from gradwire.comm.collectives.algorithms import ALGORITHMS, Algorithm, Ranks
 from gradwire.comm.collectives.codec import Codec
 from gradwire.comm.collectives.layout import Kind, Layout
@@ -36,7 +37,6 @@ Given: TypeAlias = Compressor | str | Mapping[str, Any]
 Then: TypeAlias = Callable[[Tensor], object]  # what to do with a mean
 F = TypeVar("F", bound=Callable[..., Any])
 FREE = ("overlap", "nonfinite")  # options that a resumed run may change
-FINITE, LEFT_OUT, NONFINITE, UNREDUCED = range(4)  # the worst that a rank met in a step, for the ranks to agree on
 SMALL = 2**16  # bytes: up to here a collective's latency weighs more than what it carries
 
 
@@ -89,48 +89,48 @@ class Reduced(NamedTuple):
     mean: Tensor
 
 
-class Watch(Protocol):
-    """Compares what a model, or a part of one, needs with what is reduced."""
-
-    @property
-    def names(self) -> set[str]:
-        """The parameters that it watches."""
-
-    def begun(self, layout: Layout) -> None:
-        """Take notice of a reduction."""
-
-    def finish(self) -> list[str] | None:
-        """End the step; return the parameters that need a reduction and had none, or None if nothing was reduced."""
-
-    def left_out(self) -> set[str]:
-        """Return the parameters that this rank's backward passes left out in the step, and that were reduced."""
-
-    def leave_out(self, names: set[str]) -> None:
-        """Leave parameters without a gradient that all ranks left out."""
-
-
 class Ending(NamedTuple):
     """The end of an optimizer step, while the ranks agree on what they met in it.
 
     Attributes:
         reducer: The reducer.
         step: Optimizer steps finished.
-        unreduced: This rank's parameters with gradients that were not reduced: it should wait before it uses them.
-        left_out: Those that its backward passes left out, and that were reduced; it should wait likewise.
-        total: The caller's vector.
-        pending: The agreement; None with one rank.
+        agreement: The agreement; None with one rank.
     """
 
     reducer: Reducer
     step: int
-    unreduced: list[str]
-    left_out: set[str]
-    total: Tensor | None
-    pending: ops.Pending | None
+    agreement: Agreement | None
+
+    @property
+    def at_once(self) -> bool:
+        """Whether the caller should wait before it uses its gradients: some were not reduced, or left out."""
+        return self.agreement is not None and bool(self.agreement.unreduced or self.agreement.left_out)
 
     def wait(self) -> bool:
         """Return whether the caller takes the optimizer step, or raise, as `Reducer.finish`; the same on all ranks."""
-        return self.reducer._finish(self)
+        reducer, step, agreement = self
+        if agreement is None:
+            return True
+        met, left_out = agreement.wait(), set[str]()
+        if met == LEFT_OUT:
+            left_out = agreement.left_out_by_all(set[str]().union(*(watch.names for watch in reducer._watches)))
+        for watch in reducer._watches if left_out else ():
+            watch.leave_out(left_out)
+        for part in (reducer, *reducer.parts.values()):
+            part.codec.give_back(left_out)  # what was kept of all other parameters has changed for good
+        if met == UNREDUCED:
+            raise RunFault(agreement.described(step), step=step - 1)
+        if met < NONFINITE:
+            return True
+        reducer._traffic.add(nonfinite_steps=1)
+        if reducer.nonfinite == "raise":
+            raise NonFiniteGradient(
+                f"the gradient of optimizer step {step} holds NaN, infinity or a value too large for "
+                f"{reducer.compressor.name} on at least one rank",
+                step=step - 1,
+            )
+        return reducer.nonfinite == "propagate"
 
 
 class Reducer:
@@ -199,8 +199,14 @@ class Reducer:
         """
         if type(self) is not Reducer:
             raise BadInput(f"{type(self).__name__} belongs to its ranks and cannot be copied: save its state_dict().")
-        kept = self.parts, self.loss_scale, self._claimed, self.state_dict()
-        return copied, (self._given, ops.Shared(self.group), *kept)
+        return copied, (
+            self._given,
+            ops.Shared(self.group),
+            self.parts,
+            self.loss_scale,
+            self._claimed,
+            self.state_dict(),
+        )
 
     @property
     def step(self) -> int:
@@ -440,35 +446,18 @@ class Reducer:
             self.synchronize()
         elif self._queue is not None:
             self._queue.go_on()
-        unreduced = self._unreduced()
+        unreduced = check_reduced(self._watches, self.step) if self.world > 1 else []
         self.codec.step += 1
         for part in self.parts.values():
             part.codec.step += 1
             if part.codec.flag is not None:
                 self.codec.note(part.codec.flag)
                 part.codec.flag.zero_()
+        if self.alone:
+            return Ending(self, self.step, None)
         left_out = set[str]().union(*(watch.left_out() for watch in self._watches))
-        pending = None if self.alone else self._begin_agreement(total, unreduced, left_out)
-        return Ending(self, self.step, unreduced, left_out, total, pending)
-
-    def _finish(self, ending: Ending) -> bool:
-        """Take notice of what the ranks met in a step; return whether the caller takes the optimizer step."""
-        if ending.pending is None:
-            return True
-        met, step = self._worst(ending.pending.wait(), ending.total), ending.step
-        self._leave_out(self._left_out_by_all(ending.left_out) if met == LEFT_OUT else set())
-        if met == UNREDUCED:
-            raise RunFault(self._described(ending.unreduced, step), step=step - 1)
-        if met < NONFINITE:
-            return True
-        self._traffic.add(nonfinite_steps=1)
-        if self.nonfinite == "raise":
-            raise NonFiniteGradient(
-                f"the gradient of optimizer step {step} holds NaN, infinity or a value too large for "
-                f"{self.compressor.name} on at least one rank",
-                step=step - 1,
-            )
-        return self.nonfinite == "propagate"
+        agreement = Agreement(self.everyone, self.meter, self.codec.flag, unreduced, left_out, total)
+        return Ending(self, self.step, agreement)
 
     @property
     def traffic(self) -> dict[str, Any]:
@@ -508,7 +497,9 @@ class Reducer:
         Every rank has its own, for a file or for `torch.distributed.checkpoint`. Its tensors are not copies.
         """
         self.synchronize()
-        return state.stored(self.codec.rank, self.step, self.topology, self._rank_state())
+        parts = {"parts": {name: part.state_dict() for name, part in self.parts.items()}} if self.parts else {}
+        kept = {"options": self._options, "algorithm": self.algorithm, **self.codec.state_dict(), **parts}
+        return state.stored(self.codec.rank, self.step, self.topology, kept)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over the state that the same rank of an earlier run left, before or after `prepare`.
@@ -529,17 +520,16 @@ class Reducer:
             self.begin(step)
             return
         self._check_state(part)
-        self._load(part)
+        if part["algorithm"] != "auto":
+            self.algorithm = part["algorithm"]
+        self.codec.load_state_dict(part)
+        for name, reducer in self.parts.items():
+            reducer.load_state_dict(part["parts"][name])
 
     def begin(self, step: int) -> None:
         """Go on at an optimizer step without residuals, compressor states and generators of earlier ones."""
         for reducer in (self, *self.parts.values()):
             reducer.codec.begin(step)
-
-    def _rank_state(self) -> dict[str, Any]:
-        """Return what this rank keeps, and what it depends on."""
-        parts = {"parts": {name: part.state_dict() for name, part in self.parts.items()}} if self.parts else {}
-        return {"options": self._options, "algorithm": self.algorithm, **self.codec.state_dict(), **parts}
 
     def _check_state(self, part: Mapping[str, Any]) -> None:
         """Check a state of this rank, before anything changes.
@@ -568,14 +558,6 @@ class Reducer:
             taken = state.taken(states[name], self.codec.rank, reducer.topology, f"the reducer's part {name}")
             state.check_keys(taken.part, set(), f"the reducer's part {name}")
             reducer._check_state(taken.part or {})
-
-    def _load(self, part: Mapping[str, Any]) -> None:
-        """Take over a state that was checked."""
-        if part["algorithm"] != "auto":
-            self.algorithm = part["algorithm"]
-        self.codec.load_state_dict(part)
-        for name, reducer in self.parts.items():
-            reducer.load_state_dict(part["parts"][name])
 
     def _begin(self, kind: Kind, flat: Tensor, layout: Layout | str, then: Then | None, extra: bool = False) -> Handle:
         """Add a reduction to the queue."""
@@ -654,85 +636,6 @@ class Reducer:
             return "gather" if self.world == 2 else "exchange"
         small = (self.world - 1) * size <= SMALL and self.world * size <= 2 * FLOAT32_BYTES * numel
         return "gather" if small else "exchange"
-
-    def _unreduced(self) -> list[str]:
-        """End the watched model's step: the parameters whose gradients this rank should not use.
-
-        Raises:
-            RunFault: If nothing was reduced; as ranks reduce together, this is so on all of them.
-        """
-        models = [watch.finish() for watch in self._watches] if self.world > 1 else []
-        if None in models:
-            which = "" if len(models) == 1 else f" of {models.count(None)} of the {len(models)} models of this reducer"
-            raise RunFault(
-                f"optimizer step {self.step + 1} ends, but no gradient{which} was reduced since the step before: end "
-                f"a step once, by step() of an optimizer that compress_gradients was given or by finish(), after a "
-                f"backward pass through the model that has the reducer (not through a copy or its inner module), "
-                f"outside of no_sync, and wrap a model again after converting it. Models that take their steps in turn "
-                f"need a reducer each.",
-                step=self.step,
-            )
-        return [name for names in models for name in names or ()]
-
-    def _begin_agreement(self, total: Tensor | None, unreduced: list[str], left_out: set[str]) -> ops.Pending:
-        """Begin to take the worst that any rank met since the last call, the largest; with a total, sum both."""
-        flag = self.codec.flag
-        if flag is None:  # no gradient was reduced yet
-            device = self._messages if total is None else total.device
-            flag = torch.zeros(1, dtype=torch.uint8, device=device)
-        met = UNREDUCED if unreduced else LEFT_OUT if left_out else FINITE
-        worst = (NONFINITE * flag).clamp_(min=met)
-        flag.zero_()
-        counted: dict[str, Any] = {"group": self.everyone, "purpose": "agreement", "meter": self.meter}
-        if total is None:
-            return ops.begin_all_reduce(worst, "max", **counted)
-        summed = torch.cat([self._weights.to(worst.device)[worst.long()], total])
-        return ops.begin_all_reduce(summed, "sum", **counted)
-
-    def _worst(self, agreed: Tensor, total: Tensor | None) -> int:
-        """Return the worst that any rank met, and set the total; the same on all ranks."""
-        if total is None:
-            return int(agreed)
-        total.copy_(agreed[1:])
-        return int((self._weights <= agreed[0].cpu()).sum()) - 1
-
-    @property
-    def _weights(self) -> Tensor:
-        """Weights of a rank's worst event in a sum over the ranks: each exceeds the sum of all lesser ones."""
-        most = dist.get_world_size(self.everyone)
-        return torch.tensor([0, 1, most + 1, math.inf], dtype=torch.float32, device="cpu")
-
-    @property
-    def _messages(self) -> str:
-        """The device of messages that no gradient is part of."""
-        return "cuda" if dist.get_backend(self.everyone) == "nccl" else "cpu"
-
-    def _left_out_by_all(self, left_out: set[str]) -> set[str]:
-        """Return the parameters that all ranks left out; every rank calls this."""
-        names = sorted(set[str]().union(*(watch.names for watch in self._watches)))
-        used = torch.tensor([name not in left_out for name in names], dtype=torch.uint8, device=self._messages)
-        counts = ops.all_reduce(used, "max", self.everyone, "agreement", self.meter).tolist()
-        return {name for name, count in zip(names, counts, strict=True) if not count}
-
-    def _leave_out(self, names: set[str]) -> None:
-        """Leave these parameters as they were before the step; what was kept of all others has changed for good."""
-        for watch in self._watches if names else ():
-            watch.leave_out(names)
-        for reducer in (self, *self.parts.values()):
-            reducer.codec.give_back(names)
-
-    def _described(self, unreduced: list[str], step: int) -> str:
-        """Return the message about parameters that were not reduced, from all ranks; every rank calls this."""
-        gathered = zip(ops.ranks_of(self.everyone), ops.gather_objects(unreduced, self.everyone), strict=True)
-        (rank, names), *others = [(rank, names) for rank, names in gathered if names]
-        missing = "parameter has a gradient that was" if len(names) == 1 else "parameters have gradients that were"
-        more = f", nor were some on rank{'s' if len(others) > 1 else ''} {', '.join(str(rank) for rank, _ in others)}"
-        return (
-            f"optimizer step {step}: {len(names)} {missing} not reduced on rank {rank} ({', '.join(names[:3])}"
-            f"{', …' if len(names) > 3 else ''}){more if others else ''}. "
-            f"Was a parameter replaced, converted or unfrozen after the reducer was attached, or is a backward pass "
-            f"around it or in no_sync?"
-        )
 
 
 def copied(

@@ -220,8 +220,8 @@ class Compression:
             if reduced or optimizer in self._stepped:
                 self._begin_finish()
                 assert self._ending is not None
-                at_once = self._ending.unreduced or self._ending.left_out
-                if self.reducer.nonfinite == "raise" or at_once or not computes_alone(optimizer):
+                at_once = self.reducer.nonfinite == "raise" or self._ending.at_once
+                if at_once or not computes_alone(optimizer):
                     self._end()  # before the optimizer uses this rank's gradients, or communicates
             self._stepped.add(optimizer)
             self._stepping.add(optimizer)
