@@ -7,11 +7,8 @@ import json
 import os
 import subprocess
 import sys
-from contextlib import contextmanager
 from importlib.metadata import EntryPoint
-from itertools import chain
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import datasets
 import pyarrow as pa
@@ -24,17 +21,14 @@ from gradwire.base.errors import BadInput
 from gradwire.base.strict import checked, to_flags
 from gradwire.bench.config import Dataset
 from gradwire.cli import main
-from gradwire.lm.data import corpus, sources, text_files
+from gradwire.lm.data import corpus, sources
 from gradwire.lm.data.corpus import Document, documents
 from gradwire.lm.data.sources import SOURCES, Source, Stream
 from gradwire.lm.data.sources import datasets as hub
-from gradwire.lm.data.sources import text as sections
+from gradwire.lm.data.sources.text import split_title
 
-HEAD = "<html><head><title>T</title><style>p {}</style></head>"
-PAGE = f"{HEAD}<body><h1>Big &amp; <i>small</i></h1><p>One\n two</p></body>"
-FENCED = "```\n# no heading\n```"
-MARKDOWN = f"intro\n\n# First #\nalpha\n{FENCED}\nSecond\n------\nbeta\n"
-RST = "Top\n===\n\nalpha\n\n-----\nBelow\n-----\n\nbeta\n\n| table |\n=====\n"
+MARKDOWN = "# First #\nalpha\n\nSecond\n------\nbeta\n"
+RST = "Top\n===\n\nalpha\n\n-----\nBelow\n-----\n\nbeta\n"
 
 
 class Numbers(Source):
@@ -129,13 +123,8 @@ def test_sources_are_known_without_heavy_packages():
         ({"source": "txt"}, "unknown source 'txt'. Did you mean 'text'"),
         ({"source": "json"}, "source json, data_path: Field required"),
         ({"source": "pydocs", "data_path": "x"}, "unknown key of a dataset with source pydocs 'data_path'"),
-        ({"source": "text", "data_path": "x", "split_by": "files"}, "'split_by'. Did you mean 'split_at'"),
+        ({"source": "text", "data_path": "x", "encodings": "utf-8"}, "'encodings'. Did you mean 'encoding'"),
         ({"sorce": "text"}, "'sorce'. Did you mean 'source'"),
-        ({"source": "text", "data_path": "x", "encoding": "utf-9"}, "Python knows no encoding of text 'utf-9'"),
-        *(
-            ({"source": "text", "data_path": "x", "encoding": name}, f"Python knows no encoding of text '{name}'")
-            for name in ("base64", "rot13", "undefined", "idna", "unicode_escape")
-        ),
     ],
 )
 def test_a_wrong_source_or_option_is_answered_with_the_nearest(given, message):
@@ -161,92 +150,63 @@ def read(folder, **options):
 
 def test_a_folder_is_its_text_files_by_path(tmp_path):
     (tmp_path / "sub").mkdir()
-    (tmp_path / "sub" / "page.html").write_text(PAGE)
-    (tmp_path / "b.md").write_text(MARKDOWN)
+    (tmp_path / "sub" / "PAGE.MD").write_text(MARKDOWN)
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"one\r\n") + gzip.compress("zwei é".encode()))
-    (tmp_path / "c.rst.zst").write_bytes(pa.compress(RST.encode(), codec="zstd", asbytes=True))
+    (tmp_path / "c.rst.gz").write_bytes(gzip.compress(RST.encode("utf-8-sig")))
     (tmp_path / "empty.txt").write_text("\n")
     (tmp_path / "picture.png").write_bytes(b"\x89PNG\0")
-    (tmp_path / ".hidden.txt").write_text("no")
-    (tmp_path / "again.md").symlink_to("b.md")
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "d.txt").write_text("no")
+    (tmp_path / "again.md").symlink_to("sub/PAGE.MD")
+    (tmp_path / "nothing.md").symlink_to("nowhere")
+    os.mkfifo(tmp_path / "pipe.md")
     found, metadata = read(tmp_path)
     assert found == [
         ("a.txt.gz", "a.txt.gz", "one\nzwei é"),
-        ("b.md", "b.md", MARKDOWN.strip("\n")),
-        ("c.rst.zst", "Top", "alpha\n\n-----\nBelow\n-----\n\nbeta\n\n| table |\n====="),
-        ("sub/page.html", "Big & small", "One two"),
+        ("again.md", "First", MARKDOWN.partition("\n")[2].strip("\n")),
+        ("c.rst.gz", "Top", RST.partition("===")[2].strip("\n")),
+        ("sub/PAGE.MD", "First", MARKDOWN.partition("\n")[2].strip("\n")),
     ]
-    left_out = {"other_files_left_out": 1, "hidden_left_out": 1, "links_left_out": 1}
-    assert metadata == {"files": 5, "files_in_utf-8": 5, "files_without_text": 1, **left_out}
-    assert [id_ for id_, *_ in read(f"{tmp_path}/*/*.html")[0]] == ["sub/page.html"]
-    assert [id_ for id_, *_ in read(tmp_path / "b.md")[0]] == ["b.md"]
+    assert metadata == {"files": 5, "files_without_text": 1, "other_files_left_out": 3, "hidden_left_out": 1}
+    assert [id_ for id_, *_ in read(f"{tmp_path}/*/*.MD")[0]] == ["sub/PAGE.MD"]
+    assert [id_ for id_, *_ in read(f"{tmp_path}/**/*.txt")[0]] == [".git/d.txt"]
+    assert [id_ for id_, *_ in read(tmp_path / "again.md")[0]] == ["again.md"]
 
 
 @pytest.mark.parametrize(
-    ("form", "text", "expected"),
+    ("ending", "text", "expected"),
     [
-        (
-            "markdown",
-            MARKDOWN,
-            [(1, "", "intro"), (3, "First", f"alpha\n{FENCED}"), (8, "Second", "beta")],
-        ),
-        ("rst", RST, [(1, "Top", "alpha"), (6, "Below", "beta\n\n| table |\n=====")]),
-        ("html", PAGE, [(1, "Big & small", "One two")]),
-        ("html", "<nav>a<nav>b</nav><p>c", [(1, "", "a\nb\nc")]),  # never closed: no text may be lost
-        ("html", "<nav>a<footer>b</nav><p>c</footer>d<svg>e</svg></nav><script>f", [(1, "", "d")]),
-        ("html", "<p>a<p>b\n<h2>C</h2>\n<pre>x\n  y</pre>", [(1, "", "a\nb"), (2, "C", "x\n  y")]),
-        ("text", "# one\ntwo", [(1, "", "# one\ntwo")]),
-        ("markdown", "# A\n\n## B\ntext\n# C\n", [(1, "A / B", "text"), (5, "", "# C")]),
-        ("markdown", " \n", []),
+        (".md", MARKDOWN, ("First", MARKDOWN.partition("\n")[2].strip("\n"))),
+        (".md", "Second\n------\nbeta\n", ("Second", "beta")),
+        (".md", "#hash\nbeta", ("", "#hash\nbeta")),
+        (".rst", RST, ("Top", "alpha\n\n-----\nBelow\n-----\n\nbeta")),
+        (".rst", "\n-----\nBelow\n-----\nbeta", ("Below", "beta")),
+        (".rst", "longer than\n====\nits line", ("", "longer than\n====\nits line")),
+        (".txt", "# one\ntwo", ("", "# one\ntwo")),
+        (".md", "# A\n\n", ("", "# A")),
+        (".md", " \n", ("", "")),
     ],
 )
-def test_sections_lose_no_text_and_know_their_lines(form, text, expected):
-    assert list(sections.split(text, form)) == [sections.Section(*section) for section in expected]
-    if form != "html":
-        kept = "".join(chain(*((title.replace(" / ", ""), body) for _, title, body in expected)))
-        assert set(kept) >= set(text) - set("#=- \n")
+def test_the_heading_that_begins_a_text_is_its_title(ending, text, expected):
+    assert split_title(text, ending) == expected
 
 
-def test_ids_of_sections_lead_to_the_line_of_the_heading(tmp_path):
-    (tmp_path / "b.md").write_text(MARKDOWN)
-    found, _ = read(tmp_path, split_at="headings")
-    assert [(id_, title) for id_, title, _ in found] == [("b.md:1", "b.md"), ("b.md:3", "First"), ("b.md:8", "Second")]
-
-
-@pytest.mark.parametrize(
-    ("data", "text", "encoding"),
-    [
-        ("naïve ☃".encode(), "naïve ☃", "utf-8"),
-        ("naïve".encode("utf-8-sig"), "naïve", "utf-8-sig"),
-        ("naïve ☃".encode("utf-16"), "naïve ☃", "utf-16"),
-        ("naïve ☃".encode("utf-32"), "naïve ☃", "utf-32"),
-        (b'<meta charset="koi8-r">' + "привет".encode("koi8-r"), '<meta charset="koi8-r">привет', "koi8-r"),
-        ("naïve “quoted”".encode("windows-1252"), "naïve “quoted”", "windows-1252"),
-        *(
-            (head.encode() + "naïve “quoted”".encode("windows-1252"), f"{head}naïve “quoted”", "windows-1252")
-            for name in ("undefined", "base64", "utf-16", "iso-8859-1", "unicode_escape", "nosuch", "aliases")
-            for head in (f'<meta charset="{name}">', f'<meta charset="{name}"> ')  # UTF-16 has an even length
-        ),
-        (b"coding: latin-1\n\xe9\x81", "coding: latin-1\né\x81", "iso8859-1"),
-    ],
-)
-def test_encodings_are_detected(data, text, encoding, tmp_path):
-    (tmp_path / "a.txt").write_bytes(data)
-    assert text_files.read(tmp_path / "a.txt") == (text, encoding)
+def test_a_corpus_of_text_files_keeps_its_revision(tmp_path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "a.rst").write_text(RST)
+    (tmp_path / "sub" / "b.rst").write_text(MARKDOWN)
+    stream = sources.build("text", {"data_path": f"{tmp_path}/**/*.rst"}).open()
+    assert stream.revision == "0a4c3c2cc21f762ec390be13a379931ce932f3cc1ea9c7cf8ca5b55ee5cab55d"
 
 
 GZIP = gzip.compress(b"first member, " * 99) + gzip.compress(b"second")
-ZSTD = pa.compress(b"text " * 999, codec="zstd", asbytes=True)
 BAD_FILES = {
-    "binary": ("a.txt", bytes(range(256)), "a.txt is not text"),
-    "no encoding": ("a.txt", b"\x81\x8d text", "a.txt is not text"),
-    "control characters": ("a.txt", b"\xe9\x01 text", "a.txt is not text"),
+    "binary": ("a.txt", bytes(range(256)), "a.txt cannot be read as text in utf-8"),
     "truncated gzip": ("a.md.gz", GZIP[:-5], "a.md.gz is not a whole gzip file"),
     "broken gzip member": ("a.md.gz", GZIP[:-7] + bytes([GZIP[-7] ^ 1]) + GZIP[-6:], "is not a whole gzip file (CRC"),
     "no gzip": ("a.md.gz", b"plain text", "a.md.gz is not a whole gzip file"),
-    "truncated zstd": ("a.rst.zst", ZSTD[: len(ZSTD) // 2], "a.rst.zst is not a whole zstd file"),
     "all blank": ("a.txt", b" \n", "contains no documents"),
-    "no text file": ("a.png", b"\x89PNG", "holds no text files (.txt,"),
+    "no text file": ("a.png", b"\x89PNG", "no folder that holds any (.txt,"),
 }
 
 
@@ -262,130 +222,15 @@ def test_a_bad_file_is_one_message_and_leaves_nothing(case, tmp_path, capsys):
     assert [file.name for file in output.parent.iterdir()] == ["download.failed.json"]
 
 
-def test_a_text_that_decompresses_to_more_than_fits_is_refused_early(tmp_path, monkeypatch):
-    monkeypatch.setattr(text_files, "LARGEST", 5 * 10**6)
-    bomb = bytes(64 * 10**6)
-    packed = {".gz": gzip.compress(bomb, 1), ".zst": pa.compress(bomb, codec="zstd", asbytes=True), "": bomb}
-    for ending, data in packed.items():
-        file = tmp_path / f"a.txt{ending}"
-        file.write_bytes(data[:-99])  # whoever reads it to the end says that it is not whole
-        with pytest.raises(BadInput, match=f"a.txt{ending} holds more than 5 MB, decompressed"):
-            text_files.read(file)
-
-
-def test_the_mark_at_the_beginning_is_no_text_in_a_given_encoding_either(tmp_path):
-    (tmp_path / "a.txt").write_bytes("naïve".encode("utf-8-sig"))
-    assert read(tmp_path, encoding="utf-8")[0] == [("a.txt", "a.txt", "naïve")]
-
-
-def linked(folder):
-    """Texts that links alone lead to, and links that lead back or to the same again."""
-    for name in ("in/sub/deep", "in/.git", "out/below"):
-        (folder / name).mkdir(parents=True)
-    for name in ("in/a.txt", "in/sub/b.txt", "in/sub/deep/c.txt", "in/.git/d.txt", "out/e.txt", "out/below/f.txt"):
-        (folder / name).write_text(f"words of {name}")
-    links = {"ahead": "../out", "again": "../out/below", "self": ".", "up": "..", "sub/same": "deep"}
-    for name, target in {**links, "file.txt": "../out/e.txt", "twice.txt": "../out/e.txt", "a2.txt": "a.txt"}.items():
-        (folder / "in" / name).symlink_to(target)
-    return folder / "in"
-
-
-def test_texts_behind_links_are_read_once_and_what_is_left_out_is_counted(tmp_path):
-    folder = linked(tmp_path)
-    (folder / "LOUD.TXT.GZ").write_bytes(gzip.compress(b"loud words"))
-    (folder / "picture.png").write_bytes(b"\x89PNG")
-    found, metadata = read(folder)
-    texts = {id_: body for id_, _, body in found}
-    assert sorted(texts.values()) == [
-        "loud words",
-        *(f"words of {name}" for name in ("in/a.txt", "in/sub/b.txt", "in/sub/deep/c.txt")),
-        *(f"words of {name}" for name in ("out/below/f.txt", "out/e.txt")),
-    ]
-    assert {"LOUD.TXT.GZ", "a.txt", "sub/b.txt", "sub/deep/c.txt", "ahead/e.txt"} < texts.keys()
-    # self, up, sub/same, again or what is below ahead; file.txt, twice.txt, a2.txt
-    assert {name: count for name, count in metadata.items() if "left_out" in name} == {
-        "links_left_out": 6 + ("again/f.txt" not in texts),
-        "hidden_left_out": 1,
-        "other_files_left_out": 1,
-    }
-
-
-@pytest.mark.parametrize(
-    ("pattern", "ids"),
-    [
-        ("*.txt", ["a.txt", "file.txt"]),
-        ("**/*.txt", [".git/d.txt", "a.txt", "again/f.txt", "ahead/e.txt", "sub/b.txt", "sub/deep/c.txt"]),
-        ("*/[ef].txt", ["again/f.txt", "ahead/e.txt"]),
-        ("**/below/**", ["ahead/below/f.txt"]),
-        ("s?b/**", ["sub/b.txt", "sub/deep/c.txt"]),
-        ("**/deep/c.txt", ["sub/deep/c.txt"]),
-        ("sub/*/../b.txt", ["deep/../b.txt"]),
-    ],
-)
-def test_a_glob_gives_what_the_shell_gives_once(pattern, ids, tmp_path):
-    assert [id_ for id_, *_ in read(f"{linked(tmp_path)}/{pattern}")[0]] == ids
-
-
-@pytest.mark.parametrize("pattern", ["x**y", "***", "**x/*.txt", "*/a**"])
+@pytest.mark.parametrize("pattern", ["x**y", "**x/*.txt", "*/a**"])
 def test_a_glob_that_means_nothing_is_refused(pattern, tmp_path):
-    with pytest.raises(BadInput, match=r"the glob has '.*', but \*\* must be alone between slashes"):
-        read(f"{linked(tmp_path)}/{pattern}")
+    with pytest.raises(BadInput, match="is no glob"):
+        read(f"{tmp_path}/{pattern}")
 
 
-@contextmanager
-def without_privileges():
-    """As a user for whom permissions count."""
-    root = os.geteuid() == 0
-    if root:
-        os.seteuid(65534)
-    try:
-        yield
-    finally:
-        if root:
-            os.seteuid(0)
-
-
-@pytest.mark.parametrize(
-    ("closed", "mode", "path", "named"),
-    [
-        ("in", 0, "in", "in"),
-        ("in/sub/deep", 0, "in", "in/sub/deep"),
-        ("in/sub/deep", 0o444, "in", "in/sub/deep/c.txt"),
-        ("out/below", 0, "in", "in/again"),
-        ("in/sub/deep", 0, "in/**/*.txt", "in/sub/deep"),
-        ("in/sub", 0, "in/*/*.txt", "in/sub"),
-        ("in/sub", 0, "in/sub/b.txt", "in/sub/b.txt"),
-        ("in/sub/b.txt", 0, "in", "in/sub/b.txt"),
-        ("in/.git", 0, "in", None),
-        ("in/sub/deep", 0, "in/*/*.txt", None),
-    ],
-)
-def test_what_cannot_be_read_is_named_not_left_out(closed, mode, path, named):
-    with TemporaryDirectory() as place:  # not below pytest's folder, which is closed itself
-        Path(place).chmod(0o755)
-        linked(Path(place))
-        (Path(place) / closed).chmod(mode)
-        with without_privileges():
-            if named is None:
-                assert read(f"{place}/{path}")[0]
-            else:
-                with pytest.raises(BadInput, match=rf"{place}/{named}(:| cannot be read:) Permission denied"):
-                    read(f"{place}/{path}")
-        (Path(place) / closed).chmod(0o755)
-
-
-def test_a_name_that_is_not_utf_8_is_named_unless_it_is_left_out(tmp_path, capsys):
-    for name in (b"\xe9t\xe9.txt", b"\xff.png"):
-        (tmp_path / os.fsdecode(name)).write_text("words")
-    (tmp_path / "a.txt").write_text("words")
-    words = ["download", "--source", "text", "--output", str(tmp_path / "c.json"), "--data_path"]
-    for path in (str(tmp_path), f"{tmp_path}/*.txt"):
-        assert main([*words, path]) == 2
-        printed = capsys.readouterr().err
-        assert printed.count("\n") == 1 and rf"the name of {tmp_path}/\xe9t\xe9.txt is not UTF-8" in printed
-    assert [id_ for id_, *_ in read(f"{tmp_path}/a*")[0]] == ["a.txt"]
-    (tmp_path / os.fsdecode(b"\xe9t\xe9.txt")).rename(tmp_path / "été.txt")
-    assert [id_ for id_, *_ in read(tmp_path)[0]] == ["a.txt", "été.txt"]
+def test_a_name_that_is_not_utf_8_is_escaped_in_the_id(tmp_path):
+    (tmp_path / os.fsdecode(b"\xe9t\xe9.txt")).write_text("words")
+    assert read(tmp_path)[0][0][0] == r"\xe9t\xe9.txt"
 
 
 @pytest.mark.parametrize(("path", "kind"), [("pipe.txt", "pipe"), ("/dev/null", "device"), ("/dev/zero", "device")])
@@ -396,32 +241,18 @@ def test_a_pipe_or_device_is_named_as_that(path, kind, tmp_path):
             list(sources.build(source, {"data_path": str(tmp_path / path)}).open().documents)
 
 
-@pytest.mark.parametrize(("path", "message"), [("nowhere", "no folder or file"), ("*.rst", "no file that matches")])
-def test_a_path_to_nothing_is_refused(path, message, tmp_path):
-    with pytest.raises(BadInput, match=message):
+@pytest.mark.parametrize("path", ["nowhere", "*.rst"])
+def test_a_path_to_nothing_is_refused(path, tmp_path):
+    with pytest.raises(BadInput, match="is no text file"):
         sources.build("text", {"data_path": str(tmp_path / path)}).open()
-
-
-@pytest.mark.parametrize("path", ["in", "in/*", "in/**/*.txt"])
-@pytest.mark.parametrize(
-    "make", [os.mkfifo, lambda path: path.symlink_to("nothing"), lambda path: path.symlink_to(path)]
-)
-def test_what_is_no_regular_file_is_refused_and_not_opened(make, path, tmp_path, capsys):
-    (tmp_path / "in").mkdir()
-    (tmp_path / "in" / "a.txt").write_text("words")
-    make(tmp_path / "in" / "b.txt")
-    output = tmp_path / "c.json"
-    assert main(["download", "--source", "text", "--data_path", str(tmp_path / path), "--output", str(output)]) == 2
-    printed = capsys.readouterr().err
-    assert printed.count("\n") == 1 and f"{tmp_path}/in/b.txt is not a regular file" in printed
-    (tmp_path / "in" / "b.txt").rename(tmp_path / "in" / "b.png")
-    assert [id_ for id_, *_ in read(tmp_path / "in")[0]] == ["a.txt"]
 
 
 def test_a_text_in_another_encoding_than_given_is_refused(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"\xe9")
-    with pytest.raises(BadInput, match=r"a.txt is not utf-8: unexpected end of data at byte 0"):
-        read(tmp_path, encoding="utf8")
+    with pytest.raises(BadInput, match=r"a.txt cannot be read as text in utf-8 .*unexpected end of data"):
+        read(tmp_path)
+    with pytest.raises(BadInput, match=r"unknown encoding: utf-9.*give its encoding as `encoding`"):
+        read(tmp_path, encoding="utf-9")
     assert read(tmp_path, encoding="latin-1")[0][0][2] == "é"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -12,7 +13,7 @@ from pydantic import Field, model_validator
 
 from gradwire.base.errors import BadInput, unknown
 from gradwire.base.files import check_regular, digest, read_object, sha256_file
-from gradwire.lm.data import corpus, targets, text_files
+from gradwire.lm.data import corpus, targets
 from gradwire.lm.data.sources import Source, Stream, folder_name, require_revision
 
 ONE, SEVERAL = "state.json", "dataset_dict.json"  # files of a saved split, and of a folder of saved splits
@@ -148,10 +149,13 @@ def saved_digest(folder: Path) -> str:
         BadInput: If a folder in it cannot be read, or a file is a pipe or a device.
     """
     try:
-        files = sorted(text_files.files_below(folder, Counter(), hidden=True))
+        files = [path for path in sorted(folder.rglob("*")) if not path.is_dir()]
         for file in files:
             check_regular(file)
-        sizes = [(text_files.shown(file.relative_to(folder)), file.stat().st_size) for file in files]
+        sizes = [
+            (os.fsencode(file.relative_to(folder)).decode(errors="backslashreplace"), file.stat().st_size)
+            for file in files
+        ]
         return digest([sizes, [sha256_file(file) for file in files if file.name == ONE]], length=64)
     except OSError as error:
         raise BadInput(f"data_path: {error.filename} cannot be read: {error.strerror}.") from None
