@@ -224,7 +224,7 @@ def main() -> None:
             f"| {stack} | {ranks} | {' | '.join(shown(cells, alone, none, refusals) for cells in cases)} |", flush=True
         )
     print("", *(f"{number}. {refusal}" for number, refusal in enumerate(refusals, 1)), sep="\n")
-    pool.close()
+    pool.stop()
 
 
 if __name__ == "__main__":

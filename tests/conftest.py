@@ -44,4 +44,4 @@ def world() -> Iterator[Callable[[int], World]]:
     """``world(n)``: the first n ranks of the session's pool of gloo processes."""
     pool = Pool(POOL_SIZE)
     yield lambda size: World(pool, size)
-    pool.close()
+    pool.stop()

@@ -17,7 +17,6 @@ import os
 import pickle
 import signal
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -46,8 +45,11 @@ class Failure(NamedTuple):
     joined: bool  # the rank had joined its process group
 
 
-def serve(rank: int, connection: Connection) -> None:
-    """A rank's main loop: take a task, run it in its own process group, send back a result or a `Failure`."""
+def serve(rank: int, connection: Connection, port: int) -> None:
+    """A rank's main loop: take a task, run it in its own process group, send back a result or a `Failure`.
+
+    Groups form by the store of the session at ``port``: one of a file is asked every ten milliseconds.
+    """
     import torch  # not above: conftest imports this module, also for tests that need no torch
     import torch.distributed as dist
 
@@ -56,16 +58,16 @@ def serve(rank: int, connection: Connection) -> None:
     faulthandler.register(signal.SIGUSR1, file=sys.__stderr__)
     torch.set_num_threads(1)
     gc.freeze()  # what is imported stays
+    server = dist.TCPStore("127.0.0.1", port, timeout=GROUP_TIMEOUT)
     while True:
         try:
             message = connection.recv_bytes()
         except EOFError:
             return
-        world_size, rendezvous, payload = pickle.loads(message)
+        world_size, run, payload = pickle.loads(message)
         try:
-            dist.init_process_group(
-                "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size, timeout=GROUP_TIMEOUT
-            )
+            store = dist.PrefixStore(f"run{run}", server)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=GROUP_TIMEOUT)
             dist.barrier()  # no rank raises, and so closes its connections, while another still connects
             fn, args = pickle.loads(payload)
             answer = pickle.dumps(fn(rank, world_size, dist.group.WORLD, *args))
@@ -115,16 +117,22 @@ class Pool:
         self.size = size
         self.timeout = timeout
         self.ranks: list[tuple[BaseProcess, Connection]] = []
-        self.folder = tempfile.TemporaryDirectory(prefix="gradwire-world-")
+        self.store: Any = None  # of the ranks that run
         self.runs = 0
 
     def start(self, world_size: int) -> None:
         """Start those of the first ``world_size`` ranks that do not run yet."""
+        import torch.distributed as dist  # not above: see `serve`
+
+        if not self.ranks:
+            self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(list(PRELOAD))
         for rank in range(len(self.ranks), world_size):
             here, there = context.Pipe()
-            process = context.Process(target=serve, args=(rank, there), name=f"rank{rank}", daemon=True)
+            process = context.Process(
+                target=serve, args=(rank, there, self.store.port), name=f"rank{rank}", daemon=True
+            )
             process.start()
             there.close()
             self.ranks.append((process, here))
@@ -137,18 +145,12 @@ class Pool:
             connection.close()
         self.ranks = []
 
-    def close(self) -> None:
-        """End the ranks and remove their rendezvous files."""
-        self.stop()
-        self.folder.cleanup()
-
     def run(self, world_size: int, fn: Callable[..., Any], args: tuple) -> list[Any]:
         """Run ``fn`` on the first ``world_size`` ranks; see the module's docstring."""
         assert world_size <= self.size, f"the pool has {self.size} ranks"
         self.start(world_size)
         self.runs += 1
-        rendezvous = Path(self.folder.name) / f"run{self.runs}"
-        message = pickle.dumps((world_size, rendezvous, pickle.dumps((fn, args))))
+        message = pickle.dumps((world_size, self.runs, pickle.dumps((fn, args))))
         for _, connection in self.ranks[:world_size]:
             connection.send_bytes(message)
         answers = self.collect(world_size, getattr(fn, "__name__", str(fn)))
