@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-import warnings
 from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,15 +20,11 @@ from gradwire.base.errors import BadInput
 from gradwire.comm.collectives.feedback import Feedback
 from gradwire.comm.collectives.layout import Layout, Piece
 from gradwire.comm.collectives.plan import FLOAT32, Batch, Plan, Table
-from gradwire.comm.collectives.state import check_keys, check_tensors, whole
+from gradwire.comm.collectives.state import Key, Loaded, Phase, check_keys, check_tensors, whole
 from gradwire.comm.compressors.base import Compressor
 from gradwire.comm.compressors.rounds import State
 from gradwire.comm.compressors.segments import Segments
 from gradwire.comm.reduction import ReducerOptions, Schedule
-
-Phase = Literal["scatter", "gather"]  # every rank's gradients to the owners; the owners' means to every rank
-RESIDUAL = "residual.float32"  # the entry of `Feedback.state_dict` with a residual of that type
-Key = tuple[str, Phase, int]  # a parameter, a phase, and where the piece begins in the parameter
 
 
 class Held(NamedTuple):
@@ -87,14 +82,10 @@ class Codec:
         self._dropped: Tensor | None = None  # int64 [1]: residuals dropped because of that
         self._plans: WeakKeyDictionary[Layout, dict[Phase, Plan]] = WeakKeyDictionary()
         self._generators: dict[tuple[str, Phase], torch.Generator] = {}
-        self._restored: dict[tuple[str, Phase], Tensor] = {}  # states of generators that were not used since
         self._feedbacks: dict[Key, Feedback] = {}
-        self._residuals: dict[Key, dict[str, Tensor]] = {}  # restored ones that were not used since
-        self._loose: dict[tuple[str, Phase], list[tuple[int, Tensor]]] = {}  # residuals of pieces that are cut again
         self._states: dict[str, State] = {}
-        self._unmet: set[str] = set()  # parameters whose restored state was not used since
-        self._met: dict[tuple[str, Phase], int] = {}  # the step in which others were used first
         self._held: dict[str, Held] = {}  # what was kept before this step, of parameters that it may not count for
+        self._loaded = Loaded()
 
     def of(self, piece: Piece, phase: Phase) -> Compressor:
         """Return what encodes a piece at the present step."""
@@ -141,13 +132,13 @@ class Codec:
         compressor, device = batch.compressor, flat.device
         flags = torch.zeros(len(batch.segments), dtype=torch.uint8, device=device)
         fed_back = compressor is not FLOAT32 and self.options.feedback is not None
-        feedbacks = self._feedbacks_of(batch, phase, device) if fed_back else []
+        feedbacks = self._of_batch("feedbacks", batch, phase, device) if fed_back else []
         residual = self._residual(batch, phase, feedbacks) if feedbacks else None
         wire, segments = compressor.encode_many(
             batch.values(flat),
             batch.segments,
             message if batch.segments.fixed and message.numel() else None,
-            generators=self._generators_of(batch, phase, device),
+            generators=self._of_batch("generators", batch, phase, device),
             flags=flags,
             residual=residual,
         )
@@ -169,14 +160,18 @@ class Codec:
             counts.update(counted(batch.compressor, segment.form, encoding))
         return counts
 
-    def _generators_of(self, batch: Batch, phase: Phase, device: torch.device) -> list[torch.Generator]:
-        """Return the generators of a batch's tensors."""
-        kept: dict[str, Any] = batch.segments.derive(("generators", phase, device), dict)
-        if kept.get("among") is not self._generators:  # they begin again with each state
-            of = [self._generator(group[0].name, phase, device) for group in batch.pieces]
-            if self._unmet:
+    def _of_batch(self, kind: str, batch: Batch, phase: Phase, device: torch.device) -> list[Any]:
+        """Return the ``generators`` of a batch's tensors, or the ``feedbacks`` of its pieces; looked up once."""
+        kept: dict[str, Any] = batch.segments.derive((kind, phase, device), dict)
+        among = self._generators if kind == "generators" else self._feedbacks
+        if kept.get("among") is not among:  # they begin again with each state
+            if kind == "generators":
+                of: list[Any] = [self._generator(group[0].name, phase, device) for group in batch.pieces]
+            else:
+                of = [self.feedback(piece, phase, device) for group in batch.pieces for piece in group]
+            if self._loaded.unmet or (kind == "feedbacks" and self.options.ef_reset):
                 return of
-            kept |= {"among": self._generators, "of": of}
+            kept |= {"among": among, "of": of}
         return kept["of"]
 
     def _residual(self, batch: Batch, phase: Phase, feedbacks: Sequence[Feedback]) -> Tensor:
@@ -207,16 +202,6 @@ class Codec:
         )
         self.note_dropped((flags * pieces).sum(0, keepdim=True))
 
-    def _feedbacks_of(self, batch: Batch, phase: Phase, device: torch.device) -> list[Feedback]:
-        """Return the error feedback of a batch's pieces."""
-        kept: dict[str, Any] = batch.segments.derive(("feedbacks", phase, device), dict)
-        if kept.get("among") is not self._feedbacks:
-            of = [self.feedback(piece, phase, device) for group in batch.pieces for piece in group]
-            if self._unmet or self.options.ef_reset:
-                return of
-            kept |= {"among": self._feedbacks, "of": of}
-        return kept["of"]
-
     def feedback(self, piece: Piece, phase: Phase, device: torch.device) -> Feedback:
         """Return the error feedback of a piece, before its encoding in the present step."""
         self.meet(piece.name, phase)
@@ -227,11 +212,9 @@ class Codec:
             feedback = self._feedbacks[key] = Feedback(
                 options.feedback, piece.numel, decay=options.ef_decay, average=options.ef_average, device=device
             )
-            if key in self._residuals:
-                check_tensors(self._residuals[key], feedback.state_dict(), f"residuals of {piece.name}")
-                feedback.load_state_dict(self._residuals.pop(key))
-            if (piece.name, phase) in self._loose:
-                feedback.load_state_dict({RESIDUAL: self._fastened(piece, phase)})
+            if (residual := self._loaded.residual(piece, phase)) is not None:
+                check_tensors(residual, feedback.state_dict(), f"residuals of {piece.name}")
+                feedback.load_state_dict(residual)
         if options.ef_reset and self.step % options.ef_reset == 0:
             feedback.drop()
         return feedback
@@ -241,38 +224,18 @@ class Codec:
 
         The next pieces get those of their elements.
         """
-        kept = {**self._residuals, **{key: feedback.state_dict() for key, feedback in self._feedbacks.items()}}
-        for (name, phase, at), residual in kept.items():
-            self._loose.setdefault((name, phase), []).append((at, residual[RESIDUAL].clone()))
-        self._feedbacks, self._residuals = {}, {}
-
-    def _fastened(self, piece: Piece, phase: Phase) -> Tensor:
-        """Return the loose residuals of a piece's elements, which are then no longer loose; 0 where there is none."""
-        residual, rest = torch.zeros(piece.numel, dtype=torch.float32, device="cpu"), list[tuple[int, Tensor]]()
-        end = piece.at + piece.numel
-        for at, loose in self._loose.pop((piece.name, phase)):
-            first, last = max(at, piece.at), min(at + loose.numel(), end)
-            if first >= last:
-                rest.append((at, loose))
-                continue
-            residual = residual.to(loose.device)
-            residual[first - piece.at : last - piece.at] = loose[first - at : last - at]
-            parts = ((at, loose[: first - at]), (last, loose[last - at :]))
-            rest += [(start, part) for start, part in parts if part.numel()]
-        if rest:
-            self._loose[piece.name, phase] = rest
-        return residual
+        self._loaded.loosen({key: feedback.state_dict() for key, feedback in self._feedbacks.items()})
+        self._feedbacks = {}
 
     def drop_loose(self) -> int:
         """Drop the residuals that no piece has taken up; return their elements."""
-        loose, self._loose = self._loose, {}
-        return sum(residual.numel() for parts in loose.values() for _, residual in parts)
+        return self._loaded.drop_loose()
 
     def hold(self, names: set[str]) -> None:
         """Copy what is kept of parameters, before the first reduction of a step that may not count for them."""
         if not (names := names - self._held.keys()):
             return
-        kept = {**self._residuals, **{key: feedback.state_dict() for key, feedback in self._feedbacks.items()}}
+        kept = {**self._loaded.residuals, **{key: feedback.state_dict() for key, feedback in self._feedbacks.items()}}
         for name in names:
             residuals = {key: copied(residual) for key, residual in kept.items() if key[0] == name}
             self._held[name] = Held(residuals, copied(self._states[name]) if name in self._states else None)
@@ -336,16 +299,11 @@ class Codec:
         """Return what this rank keeps, as plain data and tensors."""
         current = {key: generator.get_state() for key, generator in self._generators.items()}
         residuals = {key: feedback.state_dict() for key, feedback in self._feedbacks.items()}
-        loose = {
-            (name, phase, at): {RESIDUAL: residual}
-            for (name, phase), parts in self._loose.items()
-            for at, residual in parts
-        }
         return {
             "step": self.step,
             "began": self.began,
-            "generators": {**self._restored, **current},
-            "residuals": {**self._residuals, **loose, **residuals},
+            "generators": {**self._loaded.generators, **current},
+            "residuals": {**self._loaded.all_residuals(), **residuals},
             "states": {name: dict(state) for name, state in self._states.items()},
         }
 
@@ -372,20 +330,15 @@ class Codec:
         """Take over what the same rank of an earlier run kept, after `check_state`."""
         self.begin(state["began"])
         self.step = state["step"]
-        self._restored, self._residuals = dict(state["generators"]), dict(state["residuals"])
+        self._loaded = Loaded(state["generators"], state["residuals"], state["states"])
         self._states = {name: copied(kept) for name, kept in state["states"].items()}
-        kept = {name for name, _ in self._restored} | {name for name, _, _ in self._residuals}
-        self._unmet = kept | self._states.keys()
 
     def begin(self, step: int) -> None:
         """Forget what was kept and met, and go on at an optimizer step."""
         self.step = self.began = step
         self.flag = None
-        self._generators, self._restored = {}, {}
-        self._feedbacks, self._residuals, self._loose = {}, {}, {}
-        self._states = {}
-        self._unmet, self._met = set(), {}
-        self._held = {}
+        self._generators, self._feedbacks, self._states, self._held = {}, {}, {}, {}
+        self._loaded = Loaded()
 
     def check_names(self, names: Container[str]) -> None:
         """Warn of what was restored for parameters that the model does not have; a reduction does it else.
@@ -393,29 +346,11 @@ class Codec:
         Args:
             names: The model's parameters.
         """
-        self._warn_of(sorted(name for name in self._unmet if name not in names))
-        self._unmet = set()
+        self._loaded.end(missing=sorted(name for name in self._loaded.unmet if name not in names))
 
     def meet(self, name: str, phase: Phase) -> None:
-        """Note that a reduction uses what is kept of a parameter.
-
-        When it is used again in a later step, all parameters had their turn: the names of the others are not the
-        model's.
-        """
-        if self._unmet and self._met.setdefault((name, phase), self.step) < self.step:
-            self._warn_of(sorted(self._unmet))
-            self._unmet = set()
-        self._unmet.discard(name)
-
-    def _warn_of(self, names: list[str]) -> None:
-        """Warn that restored state is not used."""
-        if names:
-            warnings.warn(
-                f"the reducer's state holds residuals, generators or compressor states of {len(names)} parameters that "
-                f"are not reduced ({', '.join(names[:3])}{', …' if len(names) > 3 else ''}): they are not used. Were "
-                f"parameters renamed or frozen?",
-                stacklevel=2,
-            )
+        """Mark what was loaded of a parameter as used."""
+        self._loaded.meet(name, phase, self.step)
 
     def _of_phase(self, phase: Phase) -> Compressor:
         """Return what encodes all that is not exempt at the present step; none is always `FLOAT32`."""
@@ -430,8 +365,8 @@ class Codec:
         self.meet(name, phase)
         if key not in self._generators:
             generator = torch.Generator(device)
-            if key in self._restored:
-                generator.set_state(self._restored.pop(key))
+            if (loaded := self._loaded.generators.pop(key, None)) is not None:
+                generator.set_state(loaded)
             else:
                 words = f"{self.seed}/{self.draws}/{phase}/{name}".encode()
                 generator.manual_seed(int.from_bytes(hashlib.sha256(words).digest()[:8], "little"))

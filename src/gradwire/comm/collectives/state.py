@@ -1,19 +1,26 @@
-"""The form of a rank's state, which fits files, objects and `torch.distributed.checkpoint` (dcp).
+"""A rank's state: its form in a checkpoint, and what was loaded and not used since.
 
-A state is ``{"step": 7, "rank1": ({...},)}``: the step is equal on all ranks, and the rest belongs to one of them. Dcp
-stores an entry that several ranks have once, so an entry that differs is named by its rank. It loads only entries that
-exist before loading, and a new reducer has no residuals, so that entry is stored as one object: dcp divides
-dictionaries and lists into entries, and no tuples.
+The form fits files, objects and `torch.distributed.checkpoint` (dcp): ``{"step": 7, "rank1": ({...},)}``. The step is
+equal on all ranks, and the rest belongs to one of them. Dcp stores an entry that several ranks have once, so an entry
+that differs is named by its rank. It loads only entries that exist before loading, and a new reducer has no residuals,
+so that entry is stored as one object: dcp divides dictionaries and lists into entries, and no tuples.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor
 
 from gradwire.base.errors import BadInput
+from gradwire.comm.collectives.layout import Piece
+
+Phase = Literal["scatter", "gather"]  # every rank's gradients to the owners; the owners' means to every rank
+Key: TypeAlias = tuple[str, Phase, int]  # a parameter, a phase, and where the piece begins in the parameter
+RESIDUAL = "residual.float32"  # the entry of `Feedback.state_dict` with a residual of that type
 
 RANK = "rank"
 
@@ -139,3 +146,87 @@ def shown(value: Any) -> str:
         return type(value).__name__ if value is not None else "None"
     entries = [f"{key!r}: {entry}" if isinstance(entry, int) else repr(key) for key, entry in value.items()]
     return "{" + ", ".join(entries[:5]) + (", …" if len(entries) > 5 else "") + "}"
+
+
+class Loaded:
+    """State from a checkpoint, of parameters that were not reduced since.
+
+    Args:
+        generators: States of generators, by parameter and phase.
+        residuals: Those of pieces.
+        states: Those of `rounds`, by parameter.
+
+    Attributes:
+        unmet: Parameters of which nothing was used yet.
+    """
+
+    def __init__(
+        self,
+        generators: Mapping[tuple[str, Phase], Tensor] = {},
+        residuals: Mapping[Key, dict[str, Tensor]] = {},
+        states: Mapping[str, object] = {},
+    ) -> None:
+        self.generators, self.residuals = dict(generators), dict(residuals)
+        self.unmet = {name for name, *_ in [*self.generators, *self.residuals]} | states.keys()
+        self._met: dict[tuple[str, Phase], int] = {}  # the step in which other parameters were used first
+        self._loose: dict[tuple[str, Phase], list[tuple[int, Tensor]]] = {}  # of pieces that are cut again, by start
+
+    def all_residuals(self) -> dict[Key, dict[str, Tensor]]:
+        """Return the residuals of pieces, also of those that are cut again."""
+        loose = {
+            (name, phase, at): {RESIDUAL: residual}
+            for (name, phase), parts in self._loose.items()
+            for at, residual in parts
+        }
+        return {**self.residuals, **loose}
+
+    def residual(self, piece: Piece, phase: Phase) -> dict[str, Tensor] | None:
+        """Return a piece's residual, which is then used; None without one."""
+        if (piece.name, phase) not in self._loose:
+            return self.residuals.pop((piece.name, phase, piece.at), None)
+        residual, rest = torch.zeros(piece.numel, dtype=torch.float32, device="cpu"), list[tuple[int, Tensor]]()
+        end = piece.at + piece.numel
+        for at, loose in self._loose.pop((piece.name, phase)):
+            first, last = max(at, piece.at), min(at + loose.numel(), end)
+            if first >= last:
+                rest.append((at, loose))
+                continue
+            residual = residual.to(loose.device)
+            residual[first - piece.at : last - piece.at] = loose[first - at : last - at]
+            parts = ((at, loose[: first - at]), (last, loose[last - at :]))
+            rest += [(start, part) for start, part in parts if part.numel()]
+        if rest:
+            self._loose[piece.name, phase] = rest
+        return {RESIDUAL: residual}
+
+    def loosen(self, residuals: Mapping[Key, dict[str, Tensor]]) -> None:
+        """Take residuals, and those that were loaded, from their pieces; later pieces get those of their elements."""
+        for (name, phase, at), residual in {**self.residuals, **residuals}.items():
+            self._loose.setdefault((name, phase), []).append((at, residual[RESIDUAL].clone()))
+        self.residuals = {}
+
+    def drop_loose(self) -> int:
+        """Drop the residuals that no piece has taken up; return their elements."""
+        loose, self._loose = self._loose, {}
+        return sum(residual.numel() for parts in loose.values() for _, residual in parts)
+
+    def meet(self, name: str, phase: Phase, step: int) -> None:
+        """Mark what was loaded of a parameter as used.
+
+        When it is used again in a later step, all parameters had their turn: the names of the others are not the
+        model's.
+        """
+        if self.unmet and self._met.setdefault((name, phase), step) < step:
+            self.end(missing=sorted(self.unmet))
+        self.unmet.discard(name)
+
+    def end(self, missing: Sequence[str]) -> None:
+        """Expect no other parameter, and warn of those that are missing in the model."""
+        self.unmet = set()
+        if missing:
+            warnings.warn(
+                f"the reducer's state holds residuals, generators or compressor states of {len(missing)} parameters "
+                f"that are not reduced ({', '.join(missing[:3])}{', …' if len(missing) > 3 else ''}): they are not "
+                f"used. Were parameters renamed or frozen?",
+                stacklevel=2,
+            )
