@@ -28,8 +28,7 @@ RESIDUAL_DTYPES = get_args(ResidualDtype)
 class Feedback:
     """The residual of one parameter in one phase of a reduction.
 
-    A step is `compensate`, then `update` with what was sent. For many parameters in one buffer it is `open`, then
-    `Compressor.encode_many` with the residuals, then `close`; both give the same bits.
+    A step is `open`, then `Compressor.encode_many` with the residuals of all parameters in one buffer, then `close`.
 
     Args:
         dtype: How the residual is stored: one of `RESIDUAL_DTYPES`. bf16 and int8 (blocks of 256) round it to nearest.
@@ -57,7 +56,6 @@ class Feedback:
             self._stored = torch.zeros(self.shape, dtype=torch.float32, device=device)
         else:
             self._stored = torch.zeros(self._store.wire_bytes(self.shape), dtype=torch.uint8, device=device)
-        self._corrected: Tensor | None = None
 
     @property
     def residual(self) -> Tensor:
@@ -91,56 +89,20 @@ class Feedback:
             place.mul_(self.decay)
 
     def close(self, error: Tensor, bad: Tensor) -> None:
-        """Keep the error of an encoding, in the place that `open` was given; nothing where ``bad`` is set."""
-        if not self.in_place:
-            self._keep(error)
-            self.drop(where=bad)  # an average still has the old residual
-
-    def compensate(self, gradient: Tensor) -> Tensor:
-        """Return the residual plus the gradient, to be encoded in the gradient's place; nothing synchronises.
-
-        Args:
-            gradient: Float of ``shape``; neither changed nor kept.
-
-        Returns:
-            float32 of ``shape``; not to be changed before `update`.
-
-        Raises:
-            ValueError: If the gradient has another shape.
-            RuntimeError: If the last compensated gradient was not followed by `update` or `drop`.
-        """
-        if self._corrected is not None:
-            raise RuntimeError("compensate was called twice without update: the first gradient would be lost")
-        self._check("gradient", gradient)
-        residual = self.residual
-        if self.decay != 1:
-            residual.mul_(self.decay)
-        self._corrected = residual.add_(gradient.detach())
-        return self._corrected
-
-    def update(self, sent: Tensor) -> None:
-        """Keep what of the compensated gradient was not sent.
-
-        Args:
-            sent: What the receivers take for it: float32 of ``shape``, neither changed nor kept.
-
-        Raises:
-            ValueError: If ``sent`` has another shape.
-            RuntimeError: Without a compensated gradient.
-        """
-        if self._corrected is None:
-            raise RuntimeError("update has nothing to compare with what was sent: call compensate first")
-        self._check("sent tensor", sent)
-        corrected, self._corrected = self._corrected, None
-        self._keep(corrected - sent)  # corrected stays as it is: the wire that travels may share its memory
+        """Keep the error of an encoding, which is where `open` put the residual and may change; nothing if ``bad``."""
+        if self.in_place:
+            return
+        if self.average:
+            error.mul_(1 - self.average).add_(self.residual.mul_(self.average))
+        self._stored = self._stored.copy_(error) if self._store is None else self._store.coded(error, None)[0]
+        self.drop(where=bad)  # an average still has the old residual
 
     def drop(self, where: Tensor | None = None) -> None:
-        """Forget the residual and the compensated gradient: both may hold what is not finite.
+        """Forget the residual, which may hold what is not finite.
 
         Args:
             where: Only if this is not 0: bool or uint8 [1] on the same device; nothing synchronises.
         """
-        self._corrected = None
         if where is None:
             self._stored.zero_()
         else:
@@ -160,17 +122,5 @@ class Feedback:
         given, needed = ({key: tuple(kept.shape) for key, kept in tensors.items()} for tensors in (state, own))
         if given != needed:
             raise ValueError(f"this error feedback keeps {needed}, and was given {given}")
-        self._corrected = None
         for key, kept in own.items():
             kept.copy_(state[key])
-
-    def _keep(self, error: Tensor) -> None:
-        """Store an error, averaged with the residual; changes it."""
-        if self.average:
-            error.mul_(1 - self.average).add_(self.residual.mul_(self.average))
-        self._stored = self._stored.copy_(error) if self._store is None else self._store.coded(error, None)[0]
-
-    def _check(self, what: str, tensor: Tensor) -> None:
-        """Check a shape: another one could be broadcast."""
-        if tuple(tensor.shape) != self.shape:
-            raise ValueError(f"the {what} has shape {tuple(tensor.shape)}, the residual {self.shape}")
