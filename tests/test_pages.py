@@ -104,7 +104,6 @@ EXCEPT = {  # page, and how the block begins: why no test runs it as it is, or w
     ("docs/how-to/add-a-source.md", '"""Tickets'): "tests/lm/data/test_adding_source.py",
     ("docs/clusters.md", "pip install -r"): "it needs a cluster; tests/slurm runs experiments on one of this machine",
     ("docs/clusters.md", "#SBATCH --nodes"): "it needs a cluster; tests/slurm/test_nodes.py",
-    ("docs/clusters.md", "#SBATCH --array"): "it needs a cluster and torchft; tests/faults/test_lost_groups.py",
     ("docs/containers.md", "make image"): "it needs podman; tests/container",
     ("docs/containers.md", "make run PROFILE"): "it needs an image; tests/container",
     ("docs/containers.md", ".venv/bin/python containers"): "it needs podman; tests/container",
@@ -119,14 +118,6 @@ EXCEPT = {  # page, and how the block begins: why no test runs it as it is, or w
     ): "`...`; tests/bench/training/test_checkpoints.py",
     ("docs/running.md", "make run CONFIG=configs/gpus.yaml"): "it needs GPUs; its grid: tests/bench/config",
     ("docs/explanation/lost-machines.md", "torchft_lighthouse"): "tests/faults/test_quorum.py starts one",
-    (
-        "docs/explanation/lost-machines.md",
-        "gradwire launch --elastic",
-    ): "tests/faults/test_lost_groups.py",
-    (
-        "docs/explanation/lost-machines.md",
-        "gradwire run configs/elastic.yaml",
-    ): "an experiment of two minutes, with torchft; tests/faults/test_lost_groups.py has its cells",
     ("docs/explanation/lost-machines.md", "from datetime"): "it needs several groups; tests/helpers/quorum_group.py",
     (
         "docs/gradients.md",

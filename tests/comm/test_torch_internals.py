@@ -212,7 +212,7 @@ def test_fsdp2(world):
 
 
 def test_torchft():
-    torchft = pytest.importorskip("torchft", reason="the extra elastic is not installed")
+    torchft = pytest.importorskip("torchft", reason="torchft is not installed")
     from torchft.coordination import LighthouseServer
 
     lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=1)

@@ -9,12 +9,12 @@ import time
 import pytest
 import torch
 
-pytest.importorskip("torchft", reason="the extra elastic is not installed")
+pytest.importorskip("torchft", reason="torchft is not installed")
 
 from protocols import Protocol, by_rows
 from quorum_group import OUTER, H, loss_of, model, rate, train
+from torchft.coordination import LighthouseServer
 
-from gradwire.bench.launch.lighthouse import lighthouse as served
 from gradwire.comm.compressors import build
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(1200)]
@@ -27,8 +27,9 @@ POINTS = ("step", "encoding", "exchange", "second exchange", "agreement", "quoru
 @pytest.fixture
 def lighthouse():
     """The address of a lighthouse of two groups or more; it takes a group for lost after a second without heartbeat."""
-    with served(2, 20.0, 1.0) as (address, _):
-        yield address
+    server = LighthouseServer(bind="127.0.0.1:0", min_replicas=2, join_timeout_ms=20_000, heartbeat_timeout_ms=1000)
+    yield f"http://127.0.0.1:{server.address().rsplit(':', 1)[1]}"
+    server.shutdown()
 
 
 class Run:

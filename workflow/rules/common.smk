@@ -85,11 +85,7 @@ try:
     SIMULATED = EXPERIMENT.simulated()
     RUNS = [run for run in EXPERIMENT.runs() if why_left_out(run) is None]
     TRACED = [
-        run
-        for run in RUNS
-        if EXPERIMENT.training.profile
-        and run not in SIMULATED
-        and CELLS[run.compressor].faults is None
+        run for run in RUNS if EXPERIMENT.training.profile and run not in SIMULATED
     ]
     CORPUS = f"results/data/{EXPERIMENT.dataset.corpus_folder}"
     VARIANT = variant_for(EXPERIMENT.training.device)
@@ -212,27 +208,6 @@ def processes_of(wildcards):
     return 1 if simulated(wildcards) else world_size_of(wildcards)
 
 
-def faults_of(wildcards):
-    """What happens to the run's groups; None for ranks that all stay."""
-    return CELLS[wildcards.compressor].faults
-
-
-def size_of(wildcards):
-    """The flag of `launch` for the number of processes, or for groups that may be lost."""
-    faults, processes = faults_of(wildcards), processes_of(wildcards)
-    return (
-        f"--elastic {faults.minimum}:{processes}"
-        if faults
-        else f"--world_size {processes}"
-    )
-
-
-def timeout_of(wildcards):
-    """The flag of `train` for the seconds that a round waits for a group."""
-    faults = faults_of(wildcards)
-    return f"--timeout {faults.timeout}" if faults else ""
-
-
 def simulation_of(wildcards):
     """The flag for ranks that take turns in one process."""
     return f"--simulated_ranks {wildcards.world_size}" if simulated(wildcards) else ""
@@ -254,9 +229,9 @@ def ranks_at_most(wildcards):
 
 
 def nodes_needed(wildcards):
-    """The fewest nodes that share the ranks evenly, with at most RANKS_PER_NODE each; one for a shaped link or groups."""
+    """The fewest nodes that share the ranks evenly, with at most RANKS_PER_NODE each; one for a shaped link."""
     ranks = processes_of(wildcards)
-    if RANKS_PER_NODE is None or wildcards.link != "none" or faults_of(wildcards):
+    if RANKS_PER_NODE is None or wildcards.link != "none":
         return 1
     return next(
         nodes

@@ -29,15 +29,14 @@ rule train:
         alone=alone_of,
         ranks=ranks_at_most,
         islands=islands_of,
-        size=size_of,
-        timeout=timeout_of,
+        processes=processes_of,
         simulation=simulation_of,
         flags=training_flags,
     shell:
         "export OMP_NUM_THREADS=$(( {threads} > {params.ranks} ? {threads} / {params.ranks} : 1 ));"
-        " gradwire launch --attempt {resources.attempt} --nodes {resources.nodes} {params.size}"
+        " gradwire launch --attempt {resources.attempt} --nodes {resources.nodes} --world_size {params.processes}"
         " --link {wildcards.link} {params.gpus} {params.alone} --"
         " train --data_path {params.data:q} --output_dir {params.folder:q} --model {params.model:q}"
         " --strategy {wildcards.strategy} --islands {params.islands} --comm_compress {params.method:q} --label {wildcards.compressor:q}"
-        " --comm_config_json {params.cell:q} --seed {wildcards.seed} --resume --restart {params.simulation} {params.timeout} {params.flags:q}"
+        " --comm_config_json {params.cell:q} --seed {wildcards.seed} --resume --restart {params.simulation} {params.flags:q}"
         " > {log:q} 2>&1"

@@ -13,7 +13,6 @@ EXTRAS = {  # names of imports; an extra may include others (pyproject.toml)
         *("snakemake", "snakemake_executor_plugin_slurm", "snakemake_interface_logger_plugins"),
     ),
     "datasets": ("datasets", "huggingface_hub"),
-    "elastic": ("torchft",),
     "trainer": ("accelerate",),
     "wandb": ("wandb",),
 }

@@ -196,15 +196,6 @@ def test_a_cell_gives_back_the_mapping_it_was_read_from():
         ({"method": "int8", "schedule": {"num_bits": {"soon": 4}}}, ["schedule.num_bits.soon", "integer"]),
         ({"method": "int8", "schedule": {"num_bits": {}}}, ["at least one value"]),
         ({"method": "int8", "schedule": {"num_bits": {5: 8, "5": 4}}}, ["schedule.num_bits", "a step is given twice"]),
-        (
-            {"method": "int8", "faults": {}},
-            ["meet at the end of a round", "this cell has none"],
-        ),
-        ({"method": "int8", "comm_optimizer": "diloco", "faults": {"kil": []}}, ["key in faults 'kil'", "'kill'"]),
-        (
-            {"method": "int8", "comm_optimizer": "diloco", "faults": {"rejoin_after": 0}},
-            ["faults.rejoin_after", "got 0"],
-        ),
         ({"method": "int8+bf16"}, ["a chain is sparsifier+quantizer", "int8 is a quantizer"]),
         ({"method": "int8+bf16+fp16"}, ["a chain has two members"]),
         (["int8"], ["expected a mapping", '["int8"]']),
@@ -217,12 +208,6 @@ def test_a_bad_cell_is_reported_in_one_message(mapping, words):
     assert "\n" not in str(refused.value)
     for word in words:
         assert word in str(refused.value)
-
-
-def lost(faults, **grid):
-    """An experiment whose groups may be lost."""
-    cell = {"method": "onebit", "comm_optimizer": "diloco", "H": 5, "faults": faults}
-    return {"compressors": {"lost": cell}, "grid": {"strategies": ["ddp"], "world_sizes": [2], **grid}}
 
 
 @pytest.mark.parametrize(
@@ -254,15 +239,6 @@ def lost(faults, **grid):
         (
             {"grid": [{"strategies": ["ddp"], "simulated": True}, {"strategies": ["ddp"], "seeds": [1, 0]}]},
             ["ddp/int8/ws2/none/seed0 is simulated in one product and not in another"],
-        ),
-        (
-            lost({"kill": [{"round": 1, "rank": 2}]}),
-            ["'lost': faults: ddp/lost/ws2/none/seed0 has groups 0 to 1", "they name 2"],
-        ),
-        (lost({"minimum": 3}), ["has groups 0 to 1", "they name 2"]),
-        (
-            lost({}, simulated=True),
-            ["groups are processes", "remove ddp/lost/ws2/none/seed0"],
         ),
     ],
 )

@@ -7,7 +7,6 @@ import json
 import math
 import random
 import re
-import shutil
 import statistics
 
 import pytest
@@ -314,20 +313,6 @@ def test_unlike_machines_are_named_and_not_compared(results, capsys, other):
     )
     assert notes.index(str(next(iter(other.values()))), both) < there
     assert cells(text, "Step time")["ddp", "int8"][4:6] == ["1.000 ×", "–"]  # of the one seed that has a baseline
-
-
-def test_what_lost_machines_cost_is_a_table_of_the_cells_that_may_lose_some(results, capsys):
-    results(Run("naive", "none", 4, "none", 0))
-    for seed in range(2):
-        lost = {"restarts": 1 + seed, "training_s": 20.0 + seed, "stalled_s": 5.25, "goodput": 0.5 + 0.25 * seed}
-        results(Run("naive", "returns", 4, "none", seed), **lost)
-    main(["summarize", "--results_dir", str(results.folder), "--print_only"])
-    text = capsys.readouterr().out
-    assert cells(text, "Lost machines") == {("naive", "returns"): ["2", "2", "20.5", "5.2", "62 %"]}
-    assert "- Lost machines: `training s`" in text
-    shutil.rmtree(results.folder / "runs/naive/returns")
-    main(["summarize", "--results_dir", str(results.folder), "--print_only"])
-    assert "machines" not in capsys.readouterr().out
 
 
 def test_losses_that_depend_on_the_link_are_named(results, capsys):

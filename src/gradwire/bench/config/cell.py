@@ -4,58 +4,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any, get_args
+from typing import Any, get_args
 
 from pydantic import Field
 
 from gradwire.base.errors import BadInput, nearest, unknown
-from gradwire.base.flags import RANK, SECONDS
-from gradwire.base.rank_env import TIMEOUT
 from gradwire.base.strict import Strict, checked, short
-from gradwire.bench.config.values import Count, Name, Natural, Precision, Ranks, Training
-from gradwire.comm.communication import (
-    DILOCO,
-    PRESETS,
-    CommOptimizer,
-    Communication,
-    check_communication,
-    home,
-    preset,
-)
+from gradwire.bench.config.values import Name, Precision, Training
+from gradwire.comm.communication import CommOptimizer, Communication, check_communication, preset
 from gradwire.comm.compressors import registry
 from gradwire.comm.reduction import ENCODINGS, ParamCompress, ReducerOptions, Schedule
 
-Rank = Annotated[int, RANK]
 OF_TRAINING = ("lr", "beta2", "precision")  # keys of a cell that replace those of `training`
 # Keys of a cell that are options neither of its method, nor the reducer, nor a communicating optimizer.
-OTHERS = ("inside", "param_compress", "faults", *OF_TRAINING)
+OTHERS = ("inside", "param_compress", *OF_TRAINING)
 KEYS = (*ReducerOptions.model_fields, *Communication.model_fields, *OTHERS, "method")
 # Flags of `train` that are also keys of a cell.
 FLAGS = {"comm_compress": "method", "comm_optimizer": "comm_optimizer", "param_compress": "param_compress"}
-
-
-class Kill(Strict):
-    """A group that is killed in the middle of a round."""
-
-    round: Natural = Field(description="number of the round, counted from 0")
-    rank: Rank = Field(description="number of the group")
-
-
-class Slow(Strict):
-    """A group that is slow."""
-
-    rank: Rank = Field(description="number of the group")
-    times: float = Field(gt=1, description="how many times as long its local steps take")
-
-
-class Faults(Strict):
-    """What happens to the groups of a run, which goes on without those that are lost; ``{}``: nothing."""
-
-    minimum: Ranks = Field(1, description="the fewest groups that train")
-    kill: tuple[Kill, ...] = Field((), description="groups that are killed")
-    rejoin_after: Count | None = Field(None, description="fewest rounds that a killed group misses; null: all")
-    slow: tuple[Slow, ...] = Field((), description="groups that are slow")
-    timeout: Annotated[float, SECONDS] = Field(TIMEOUT, description="seconds that a round waits for a group")
 
 
 class Cell(Strict):
@@ -72,7 +37,6 @@ class Cell(Strict):
         lr: The peak learning rate of the cell's runs; None takes that of ``training``.
         beta2: The decay rate of AdamW's second moments in them; None takes that of ``training``.
         precision: The precision of their forward pass; None takes that of ``training``.
-        faults: What happens to its groups; None for ranks that all stay.
     """
 
     label: Name
@@ -85,7 +49,6 @@ class Cell(Strict):
     lr: float | None = Field(None, gt=0)
     beta2: float | None = Field(None, gt=0, lt=1)
     precision: Precision | None = None
-    faults: Faults | None = None
 
     @classmethod
     def parse(cls, label: str, mapping: Any) -> Cell:
@@ -127,8 +90,6 @@ class Cell(Strict):
             check_communication(cell.communication, method, cell.reduction)
             if cell.beta2 is not None and (optimizer == "demo" or cell.communication.inner == "sgd"):
                 raise BadInput("beta2 is a decay rate of AdamW, which this cell does not use; omit it.")
-            if cell.faults is not None:
-                cell.check_groups()
             if cell.reduction.schedule:
                 Schedule(registry.build(method, **given), cell.reduction.schedule)
             return cell
@@ -188,21 +149,7 @@ class Cell(Strict):
         communication = self.communication.model_dump(mode="json", exclude_unset=True)
         others = self.model_dump(include={"param_compress", *OF_TRAINING}, exclude_defaults=True)
         others |= {} if self.inside is None else {"inside": self.inside.flat()}
-        others |= {} if self.faults is None else {"faults": self.faults.model_dump(mode="json", exclude_unset=True)}
         return {"method": self.method, **self.options, **reduction, **communication, **others}
-
-    def check_groups(self) -> None:
-        """Check that groups which may be lost can train the cell.
-
-        Raises:
-            BadInput: If its optimizer has no rounds at whose end all groups meet.
-        """
-        name, options = self.communication.comm_optimizer, self.communication.options
-        if name not in DILOCO or home(name, options) != PRESETS[name].home:
-            raise BadInput(
-                f"groups that may be lost meet at the end of a round of comm_optimizer {', '.join(DILOCO)}, without "
-                f"streaming and embeddings, and this cell has none."
-            )
 
     def check_strategy(self, strategy: str) -> None:
         """Check that a strategy supports the cell.

@@ -14,7 +14,7 @@ from gradwire.base.errors import BadInput, unknown
 from gradwire.base.files import digest, read_yaml
 from gradwire.base.strict import Strict, checked
 from gradwire.base.units import UNSHAPED
-from gradwire.bench.config.cell import Cell, Faults, check_private
+from gradwire.bench.config.cell import Cell, check_private
 from gradwire.bench.config.grid import Exclusion, Gradients, Grids, Run, Selection
 from gradwire.bench.config.values import BASELINE, Count, ModelOption, Name, Training
 from gradwire.comm.topology import check_simulated, check_topology
@@ -234,27 +234,10 @@ def experiment(mapping: Mapping[str, Any]) -> Experiment:
         check_topology(run.strategy, run.world_size, run.islands, run.link)
         cells[run.compressor].check_strategy(run.strategy)
         check_private(made.training, cells[run.compressor], run.strategy)
-        check_faults(cells[run.compressor].faults, run, made)
     check_one_topology(made.runs())
     check_simulations(made)
     check_short(made)
     return made
-
-
-def check_faults(faults: Faults | None, run: Run, experiment: Experiment) -> None:
-    """Check that a run's groups, if they may be lost, can be started, and that there are those with faults.
-
-    Raises:
-        BadInput: If they cannot, or are not there.
-    """
-    if faults is None:
-        return
-    where = f"compressor cell {run.compressor!r}: faults"
-    if run in experiment.simulated() or run.link != UNSHAPED or run.islands > 1:
-        raise BadInput(f"{where}: groups are processes without a link or islands; remove {run.path} from the grid.")
-    named = [faults.minimum - 1, *(kill.rank for kill in faults.kill), *(slow.rank for slow in faults.slow)]
-    if max(named) >= run.world_size:
-        raise BadInput(f"{where}: {run.path} has groups 0 to {run.world_size - 1}, and they name {max(named)}.")
 
 
 def check_simulations(experiment: Experiment) -> None:

@@ -74,10 +74,6 @@ class Template:
             self._process.kill()  # it may still be importing
         self._process.wait()
 
-    def fileno(self) -> int:
-        """A file that can be read when the processes have ended."""
-        return self._channel.fileno()
-
     def start(self, command: Sequence[str], processes: Sequence[Mapping[str, str]]) -> None:
         """Fork one process per item of ``processes``; all run ``command``.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -19,7 +18,7 @@ from gradwire.base.rank_env import LOCAL_WORLD_SIZE
 from gradwire.base.strict import Strict
 from gradwire.base.units import UNSHAPED
 from gradwire.bench.command import Command
-from gradwire.bench.launch import elastic, fork, leases, links, nodes
+from gradwire.bench.launch import leases, links, nodes
 from gradwire.bench.launch.board import board
 from gradwire.bench.launch.fork import Template
 from gradwire.bench.launch.ranks import FORK, check, check_address, environment, rank_variables, start
@@ -31,13 +30,8 @@ RANK = (sys.executable, "-m", "gradwire")  # command line of `gradwire` in a ran
 class Options(Strict):
     """Flags of ``gradwire launch``."""
 
-    world_size: Annotated[int, RANKS] | Literal["auto"] | None = Field(
-        None, description="number of ranks; auto: one for each GPU of this machine; required without --elastic"
-    )
-    elastic: str | None = Field(
-        None,
-        description="MIN:MAX: start MAX groups that train with local updates, and start those again that are lost; the "
-        "run goes on while there are MIN",
+    world_size: Annotated[int, RANKS] | Literal["auto"] = Field(
+        description="number of ranks; auto: one for each GPU of this machine"
     )
     nodes: Annotated[int, RANKS] = Field(1, description="nodes of this Slurm job to start the ranks on, with srun")
     launcher: Literal["fork", "torchrun", "spawn"] | None = Field(
@@ -66,8 +60,8 @@ class Options(Strict):
 
     @property
     def ranks(self) -> int:
-        """Number of ranks, with --elastic of each group."""
-        return int(self.world_size or 1)
+        """Number of ranks, once ``auto`` is resolved."""
+        return int(self.world_size)
 
 
 def main(options: Options) -> None:
@@ -76,14 +70,9 @@ def main(options: Options) -> None:
     Raises:
         GradwireError: If a check fails, or with the message and exit code of the first rank that failed.
     """
-    if options.world_size is None and options.elastic is None:
-        raise BadInput("launch needs --world_size N, the number of ranks.")
     command = Command(options.command)
     with _board(options, command):
-        if options.elastic is not None:
-            start_groups(options, options.elastic, command)
-        else:
-            start_ranks(options, command)
+        start_ranks(options, command)
 
 
 def _board(options: Options, command: Command) -> AbstractContextManager[None]:
@@ -104,44 +93,8 @@ def _board(options: Options, command: Command) -> AbstractContextManager[None]:
     return board(command.arguments.output_dir)
 
 
-def start_groups(options: Options, text: str, command: Command) -> None:
-    """Run the command in groups that may be lost."""
-    members = elastic.Members.parse(text)
-    check_groups(options, command)
-    command.arguments.elastic = str(members)
-    words = [*RANK, *options.command]
-    modules = getattr(command.module, "PRELOAD", ())
-    if fork.SHARED not in os.environ:
-        fork.share(modules, rank_variables(members.most))
-    with Template(modules, {}) as template:
-        check([*words, "--elastic", str(members)], template)
-    with leases.machine(options.alone):
-        restarts = command.module.restarts(command.options)
-        elastic.start(words, members, command.arguments.output_dir, command.arguments.timeout, restarts)
-
-
-def check_groups(options: Options, command: Command) -> None:
-    """Check that groups can run the command with these options.
-
-    Raises:
-        BadInput: If it is no training, or asks for several ranks in a group, several nodes, a link or GPUs.
-    """
-    if not hasattr(command.arguments, "elastic"):
-        raise BadInput(f"--elastic starts groups of `train`; {command.name} has none.")
-    if options.world_size is not None:
-        raise BadInput(f"--elastic starts groups of one rank each: omit --world_size {options.world_size}.")
-    others = {"--nodes": options.nodes != 1, "--link": options.link != UNSHAPED, "--torchrun": options.torchrun}
-    others["--launcher"] = options.launcher not in (None, FORK)
-    if given := [flag for flag, is_given in others.items() if is_given]:
-        raise BadInput(f"--elastic forks groups on this machine, without {given[0]}: omit it.")
-    if _wanted_gpus(options, command.arguments):
-        raise BadInput(
-            "--elastic starts groups on the CPU: add --device cpu for `train`, or start each group yourself."
-        )
-
-
 def start_ranks(options: Options, command: Command) -> None:
-    """Run the command on ranks that all stay."""
+    """Run the command on all ranks of this machine or job."""
     if options.world_size == "auto":
         options = options.model_copy(update={"world_size": _rank_per_gpu(options, command)})
     if options.torchrun:

@@ -13,14 +13,11 @@ from torch import nn
 from gradwire.base.machine import multiplies_bf16
 from gradwire.bench.config import Cell, Training
 from gradwire.bench.training.environment import PeakMemory
-from gradwire.bench.training.faults import GroupFaults
-from gradwire.bench.training.group import Group
 from gradwire.bench.training.measure import Row
 from gradwire.bench.training.objective import Guarantee, Plain, Private, Quality, guarantee
 from gradwire.bench.training.settings import Settings
 from gradwire.comm import parallel
 from gradwire.comm.collectives import IslandReducer, Reducer, build_islands
-from gradwire.comm.collectives.islands import QuorumReducer
 from gradwire.comm.collectives.world import World
 from gradwire.comm.compressors import build as build_compressor
 from gradwire.comm.compressors.rehearsal import rehearse
@@ -128,11 +125,7 @@ def build(settings: Settings, split: Shards, world: World) -> tuple[Parts, Outco
         options["islands"] = settings.islands
     averages = cell.communication.averages_gradients
     model = parallel.wrap(model, settings.strategy, reducer, device=world.device, average=averages, **options)
-    manager = None
-    if isinstance(world, Group):
-        GroupFaults(settings, world).wait_to_return()
-        manager = world.manager()
-    optimizer = build_optimizer(settings, model, matrices, reducer, manager)
+    optimizer = build_optimizer(settings, model, matrices, reducer)
     outcome.dense_steps = getattr(optimizer, "dense_steps", cell.reduction.dense_steps)
     if reducer is None or settings.strategy == "hsdp":  # which may leave the framework its part
         outcome.reduced_numel = parallel.reduced_numel(model)
@@ -145,8 +138,6 @@ def build_reducer(settings: Settings, world: World) -> Reducer | None:
     if not cell.hooked:
         return None
     compressor = build_compressor(cell.method, **cell.options)
-    if isinstance(world, Group):
-        return QuorumReducer(compressor, world.rank, seed=seed, **reducer_options(cell))
     if settings.strategy != "hsdp":
         return Reducer(compressor, seed=seed, **reducer_options(cell))
     islands = build_islands(settings.islands, world.device.type)
@@ -182,12 +173,11 @@ def reducer_options(cell: Cell) -> dict[str, Any]:
 
 
 def build_optimizer(
-    settings: Settings, model: nn.Module, matrices: set[str], reducer: Reducer | None, manager: Any = None
+    settings: Settings, model: nn.Module, matrices: set[str], reducer: Reducer | None
 ) -> torch.optim.Optimizer:
     """Build the optimizer of averaged gradients, AdamW unless the cell names another, or one that communicates.
 
-    Weight decay applies to matrices only, as in GPT-2; ``matrices`` holds parameter names before wrapping. With a
-    manager of torchft, this joins the run.
+    Weight decay applies to matrices only, as in GPT-2; ``matrices`` holds parameter names before wrapping.
     """
     training, communication = settings.training, settings.cell.communication
     groups = decayed(parallel.named_parameters(model), matrices, training)
@@ -200,8 +190,6 @@ def build_optimizer(
         del adam["betas"]
     elif communication.comm_optimizer != "onebit_adam":  # the last step synchronises
         options["steps"] = training.steps
-    if manager is not None:
-        options["manager"] = manager
     return optimizers.build(communication.comm_optimizer, model, groups, reducer, **adam, **options)
 
 

@@ -6,19 +6,17 @@ Shape legend: B = samples of a micro-batch, T = tokens of its longest sample, W 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 
 import torch
 from torch import nn
 from torch.profiler import record_function
 
-from gradwire.base.errors import NonFiniteGradient, RunFault, Stopped
+from gradwire.base.errors import NonFiniteGradient, Stopped
 from gradwire.bench.training import results
 from gradwire.bench.training.build import Outcome, build, kinds_of_steps, rehearse_codecs
 from gradwire.bench.training.checkpoint import RunState
-from gradwire.bench.training.faults import GroupFaults
-from gradwire.bench.training.group import Group
 from gradwire.bench.training.measure import Clock, Counters, Row, sampled, transmitted, transmitted_since
 from gradwire.bench.training.monitor import profiling, progress, scalars
 from gradwire.bench.training.objective import Quality, evaluate
@@ -91,9 +89,7 @@ class Loop:
         self.parts, self.outcome = build(settings, self._train_split, world)
         model, optimizer, reducer, objective, _ = self.parts
         self.state = RunState(settings, identity, self._train_split.digest, world, self.parts, self.outcome)
-        self.group = world if isinstance(world, Group) else None
-        self.faults = None if self.group is None else GroupFaults(settings, self.group)
-        self.start = self.state.resume() if self.group is None else self._joined(self.group)
+        self.start = self.state.resume()
         self._sync = SyncCheck(model, optimizer, settings.verify_sync)
         self._kinds = kinds_of_steps(optimizer, self.outcome.dense_steps, self.training.steps)
         self._timetable = timetable(self.training, self._kinds, self.start)
@@ -104,28 +100,8 @@ class Loop:
         self._counters = Counters(reducer)
         self._timed = world.device.type == "cpu" and not world.simulated
         clock = Clock(world.device)
-        feed = self._feed(self.start)
+        feed = Feed(micro_batches(settings, self._train_split, world, self.start), world.device)
         self._stepper = Stepper(model, optimizer, reducer, feed, objective, self.training, world, clock, asked)
-        if self.faults is not None:
-            self._stepper.times = self.faults.times
-
-    def _joined(self, group: Group) -> int:
-        """The step at which this group has joined the run."""
-        assert self.parts.reducer is not None
-        step = self.parts.reducer.step
-        group.check_joined(step)
-        if step:
-            self._note_state(f"group {group.rank} has joined")
-        return step
-
-    def _note_state(self, what: str) -> None:
-        """Print that this group has received another one's state."""
-        step, source = self.parts.optimizer.quorum.joined[-1]
-        print(f"gradwire train: {what}: after step {step}, with the state of group {source}.", file=sys.stderr)
-
-    def _feed(self, step: int) -> Feed:
-        """This rank's micro-batches from a step on."""
-        return Feed(micro_batches(self.settings, self._train_split, self.world, step), self.world.device)
 
     def run(self) -> None:
         """Take all steps, then evaluate; a run that diverges ends early, with the reason in its outcome.
@@ -141,9 +117,7 @@ class Loop:
             scalars(self.settings, outcome.rows, self.world) as log,
         ):
             try:
-                for step in self._steps():
-                    if self.faults is not None:
-                        self.faults.kill(step)
+                for step in range(self.start, training.steps):
                     row = self._measured_step(step)
                     outcome.rows.append(row)
                     end_step()
@@ -152,34 +126,14 @@ class Loop:
                     show(row)
                     self._keep_model_if_due(step)
                     self._save_if_due(step)
-                    self._note(row)
-                if training.evaluate and (self.group is None or self.group.lock is not None):
+                if training.evaluate:
                     self._evaluate_at_end(log)
                 outcome.rows[-1]["residual_norm"] = residual_norm(self.parts.reducer)
             except (Diverged, NonFiniteGradient) as error:
-                if self.group is not None:  # the others train on
-                    raise RunFault(f"{error}.", step=outcome.step) from error
                 outcome.diverged = str(error)
             except Exception as error:
                 error.step = outcome.step  # type: ignore[attr-defined]  # recorded in the failure file
                 raise
-
-    def _steps(self) -> Iterator[int]:
-        """Yield the steps to take. A group that was left behind goes on at the step of the state that it received."""
-        step = self.start
-        while step < self.training.steps:
-            yield step
-            step += 1
-            if self.group is not None and self.parts.reducer is not None and self.parts.reducer.step != step:
-                step = self.parts.reducer.step
-                self._note_state(f"group {self.group.rank} was left behind and continues")
-                self._stepper.feed = self._feed(step)
-
-    def _note(self, row: Row) -> None:
-        """Write a row for the other groups, if there are any."""
-        if self.group is not None:
-            row["bytes_closed_form"] = None  # it is over all ranks of a round, which may be repeated by fewer
-            self.group.note(row, self._stepper.clock.began, self.parts.optimizer.quorum)
 
     def _measured_step(self, step: int) -> Row:
         """Take a step and return its row."""
@@ -222,20 +176,12 @@ class Loop:
             self.settings.strategy, sizes, world, passes, evaluated=evaluated, islands=islands
         )
 
-    @property
-    def _evaluates(self) -> bool:
-        """Whether this rank takes part in evaluations; of groups that may be lost, the first one of the last round."""
-        if self.group is None:
-            return True
-        rounds = self.parts.optimizer.quorum.rounds
-        return bool(rounds) and rounds[-1].groups[:1] == (self.group.rank,)
-
     def _evaluate_during(self, step: int, row: Row) -> None:
         """Add to a step's row the evaluation that is due after it."""
         training, guarantee = self.training, self.outcome.guarantee
         if self._evaluated(step) and guarantee and self.world.rank == 0:
             row["epsilon"] = guarantee.spent(step + 1).epsilon
-        if due(training.eval_every, step) and step + 1 < training.steps and self._evaluates:
+        if due(training.eval_every, step) and step + 1 < training.steps:
             row["val_loss"] = self._validate().loss
             row["residual_norm"] = residual_norm(self.parts.reducer)
 
@@ -266,8 +212,7 @@ class Loop:
 
     def _validate(self) -> Quality:
         """Evaluate the model on the validation split."""
-        place = (self.world.rank, self.world.world_size) if self.group is None else (0, 1)
-        batches = eval_batches(self._val_split, self.training.batch_size, *place)
+        batches = eval_batches(self._val_split, self.training.batch_size, self.world.rank, self.world.world_size)
         with optimizers.synchronized(self.parts.optimizer):
             quality = evaluate(self.parts.model, batches, self.world.device)
         check_finite(quality.ppl, "the validation perplexity")

@@ -50,13 +50,11 @@ class Clock:
         self._origin = time.perf_counter()
         self.times: Row = {}
         self.started_s = 0.0
-        self.began = 0.0  # of the step, by the clock that machines share
 
     def start(self) -> None:
         """Start a step."""
         self._started = self._last = time.perf_counter()
         self.started_s = self._started - self._origin
-        self.began = time.time()
         self.times = dict.fromkeys(("data_ms", "forward_ms", "backward_ms", "optimizer_ms"))
 
     def lap(self, phase: str) -> None:

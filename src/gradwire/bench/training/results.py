@@ -20,7 +20,6 @@ from gradwire.bench.config import SCHEMA_VERSION, Run
 from gradwire.bench.training import totals
 from gradwire.bench.training.build import Outcome, Parts
 from gradwire.bench.training.environment import environment, same_machine
-from gradwire.bench.training.group import Group, history, parts
 from gradwire.bench.training.measure import Row, link_name
 from gradwire.bench.training.settings import Settings
 from gradwire.comm import parallel
@@ -70,11 +69,10 @@ def write(
     (folder / "profiler").mkdir(parents=True, exist_ok=True)
     rows = untimed(outcome.rows) if world.simulated else outcome.rows
     mine = {"rows": rows, "environment": here, "memory": memory(model, optimizer, outcome, world)}
-    lines = world.lines() if isinstance(world, Group) else None
-    ranks = ops.gather_objects(mine) if lines is None else parts(lines, mine, folder)
+    ranks = ops.gather_objects(mine)
     run = run_of(settings, world)
     save_model(folder / "final_model", splits[0], model, optimizer, outcome, {"run": run.path, "identity": identity})
-    if world.rank != 0 and lines is None:
+    if world.rank != 0:
         return None
     write_steps(folder, [row for rank in ranks for row in rank["rows"]])
     record = {
@@ -84,7 +82,6 @@ def write(
         **described(settings, run, splits, world, model, outcome),
         "environment": here | {"same_machine": same_machine([rank["environment"] for rank in ranks])},
         **measured(settings, run, world, outcome, ranks),
-        **({} if lines is None else history(lines, world.world_size)),
     }
     write_json(folder / "record.json", record)
     return record

@@ -11,13 +11,12 @@ from pydantic import Field
 
 from gradwire.base.errors import BadInput
 from gradwire.base.files import digest, parse_json, read_json
-from gradwire.base.flags import NATURAL, RANK, RANKS, SECONDS, SEED, output_folder
+from gradwire.base.flags import NATURAL, RANKS, SEED, output_folder
 from gradwire.base.rank_env import RankEnvOptions
 from gradwire.base.source_digest import source_digest
 from gradwire.base.strict import Strict
 from gradwire.base.units import UNSHAPED
 from gradwire.bench.config import FLAGS, Cell, Strategy, Training, check_private
-from gradwire.bench.launch.elastic import Members
 from gradwire.comm.communication import CommOptimizer
 from gradwire.comm.compressors.registry import sources
 from gradwire.comm.reduction import ParamCompress
@@ -48,22 +47,7 @@ class CorpusOptions(Strict):
     cache_dir: Path | None = Field(None, description="folder for the shards (default: the user's cache)")
 
 
-class GroupOptions(Strict):
-    """Flags of a group that may be lost."""
-
-    group: ClassVar = ("groups", "for groups that may be lost; `gradwire launch --elastic` sets the first three")
-
-    elastic: str | None = Field(
-        None, description="MIN:MAX: the fewest groups that train, and the number of groups that share the data"
-    )
-    group_number: Annotated[int, RANK] | None = Field(None, description="number of this group, from 0")
-    lighthouse: str | None = Field(None, description="address of torchft's lighthouse, such as http://node0:29510")
-    quorum_timeout: Annotated[float, SECONDS] = Field(
-        1800.0, description="seconds to wait for MIN groups; longer than a round takes"
-    )
-
-
-class Options(CorpusOptions, Training, RankEnvOptions, GroupOptions):
+class Options(CorpusOptions, Training, RankEnvOptions):
     """Flags of ``gradwire train``."""
 
     data_path: Path = Field(description="a shards folder, or a corpus file (JSON or .jsonl)")
@@ -115,7 +99,6 @@ class Settings:
         restart: Start over if that checkpoint has another configuration or source, instead of raising an error.
         simulated_ranks: Number of ranks that take turns in one process; None for ranks with a process each.
         verify_sync: Steps between checks that the ranks agree; 0 disables them.
-        members: The groups of the run, if they may be lost; the rank is a group's number then.
     """
 
     training: Training
@@ -130,7 +113,6 @@ class Settings:
     restart: bool = False
     islands: int = 1
     simulated_ranks: int | None = None
-    members: Members | None = None
 
     def shared_out(self, world_size: int, link: str | None) -> Settings:
         """The same run with the global batch divided among ranks; see `Training.shared_out`.
@@ -160,7 +142,6 @@ class Settings:
                 "strategy": self.strategy,
                 "world_size": world_size,
                 "islands": self.islands,
-                **({} if self.members is None else {"elastic": str(self.members)}),
             }
         )
 
@@ -231,32 +212,8 @@ def settings_of(options: Options) -> Settings:
         if options.verify_sync:
             raise BadInput("--verify_sync waits for ranks with a process each; omit it, or --simulated_ranks.")
         training = training.model_copy(update={"profile": False})
-    members = None
-    if options.elastic is not None:
-        members = Members.parse(options.elastic)
-        check_groups(options, cell)
-        training = training.model_copy(update={"profile": False})
-    elif cell.faults is not None:
-        raise BadInput(f"compressor cell {cell.label!r} has faults, of groups that `gradwire launch --elastic` starts.")
-    taken = {field.name for field in fields(Settings)} - {"training", "cell", "members"}
-    return Settings(training=training, cell=cell, members=members, **{name: getattr(options, name) for name in taken})
-
-
-def check_groups(options: Options, cell: Cell) -> None:
-    """Check that a cell can train in groups that may be lost.
-
-    Raises:
-        BadInput: As `Cell.check_groups`, or if a flag needs all ranks.
-    """
-    try:
-        cell.check_groups()
-    except BadInput as error:
-        raise BadInput(f"--elastic, compressor cell {cell.label!r}: {error}") from None
-    for flag in ("checkpoint_every", "keep_model_every", "verify_sync", "simulated_ranks", "dp_max_grad_norm"):
-        if getattr(options, flag):
-            raise BadInput(f"--{flag} needs ranks that all stay; omit it, or --elastic.")
-    if options.islands > 1:
-        raise BadInput(f"--elastic starts groups of one rank each: omit --islands {options.islands}.")
+    taken = {field.name for field in fields(Settings)} - {"training", "cell"}
+    return Settings(training=training, cell=cell, **{name: getattr(options, name) for name in taken})
 
 
 def check_enough_data(n_samples: int, batch_size: int, world_size: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import signal
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -141,7 +140,6 @@ class Stepper:
         world: The process group and this rank's position in it.
         clock: Times the phases.
         asked: The requests to stop, which the ranks agree on in each step.
-        times: How many times as long the passes of a step take, for a rank that is slow on purpose.
     """
 
     model: nn.Module
@@ -153,7 +151,6 @@ class Stepper:
     world: World
     clock: Clock
     asked: Preemption
-    times: float = 1.0
 
     def take(self, step: int) -> Row:
         """Run one optimizer step and return its measurements.
@@ -169,11 +166,7 @@ class Stepper:
         self.clock.start()
         n_targets, tokens, micro_batches = self.feed.n_targets, self.feed.own_targets, self.feed.take()
         self.clock.lap("data_ms")
-        began = time.perf_counter()
         total = self._backward(micro_batches, n_targets, step)
-        if self.times > 1:
-            time.sleep((self.times - 1) * (time.perf_counter() - began))
-            self.clock.lap("backward_ms")
         stop = torch.full((), float(self.asked.requested), device=self.world.device)
         totals = torch.stack([total, self.feed.coming_targets(), stop, *self.objective.totals()])
         grad_norm, reduced = self._update(totals)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from gradwire.base.errors import BadInput
 from gradwire.base.rank_env import rank_options, ranks_here
-from gradwire.bench.launch.elastic import RESTARTS
 from gradwire.bench.training.settings import Options, check_enough_data, check_run_folder, settings_of
 
 if TYPE_CHECKING:
@@ -46,11 +45,10 @@ def preflight(options: Options) -> None:
 
     check_one_process(options, options.world_size or 1)
     settings = settings_of(options)
-    members = settings.members
-    world_size = options.simulated_ranks or (members.most if members else options.world_size) or 1
+    world_size = options.simulated_ranks or options.world_size or 1
     settings = settings.shared_out(world_size, None)
     training = settings.training
-    processes = 1 if options.simulated_ranks or members else ranks_here(world_size)
+    processes = 1 if options.simulated_ranks else ranks_here(world_size)
     world.choose(training.backend, training.device, processes, world.detect_gpus())
     folder = shards_folder(options, rank=0)
     shards.check(folder)
@@ -60,12 +58,6 @@ def preflight(options: Options) -> None:
     if training.private:
         guarantee(training, settings.cell, len(split), world_size)
     check_run_folder(settings.output_dir, settings.identity(world_size, split.digest))
-
-
-def restarts(options: Options) -> int:
-    """Number of times that a group starts again which is lost: those that a cell's faults kill may not return."""
-    cell = settings_of(options).cell
-    return 0 if cell.faults is not None and cell.faults.kill and cell.faults.rejoin_after is None else RESTARTS
 
 
 def shards_folder(options: Options, rank: int) -> Path:
@@ -89,15 +81,9 @@ def main(options: Options) -> None:
     if "RANK" not in os.environ:
         preflight(options)
 
-    from gradwire.bench.training.step import Preemption, preemption
+    from gradwire.bench.training.step import preemption
     from gradwire.comm.collectives.world import process_group, simulated_world
 
-    if options.elastic is not None:
-        from gradwire.bench.training.group import Group
-
-        with process_group(**rank_options(options)) as world:  # a signal ends a group, as it leaves nothing to resume
-            take_part(options, Group.of(options, world), Preemption())
-        return
     with process_group(**rank_options(options)) as world, preemption() as asked:
         check_one_process(options, world.world_size)
         if options.simulated_ranks is None:
@@ -122,7 +108,6 @@ def check_one_process(options: Options, processes: int) -> None:
 def take_part(options: Options, world: World, asked: Preemption) -> None:
     """Do what one rank does."""
     from gradwire.bench.training import results
-    from gradwire.bench.training.group import Group
     from gradwire.bench.training.loop import train
     from gradwire.bench.training.measure import link_name
     from gradwire.lm.data.shards import Shards
@@ -133,10 +118,6 @@ def take_part(options: Options, world: World, asked: Preemption) -> None:
     check_enough_data(len(splits[0]), settings.training.batch_size, world.world_size)
     identity = settings.identity(world.world_size, splits[0].digest)
     model, optimizer, outcome = train(settings, splits, world, identity, asked)
-    if isinstance(world, Group) and world.lock is None:
-        return
     record = results.write(settings, identity, splits, world, model, optimizer, outcome)
-    if isinstance(world, Group):
-        world.recorded()
     if record is not None:
         print(results.summary(record))

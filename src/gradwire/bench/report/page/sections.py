@@ -32,10 +32,7 @@ from gradwire.bench.report.tables.cells import (
     COMPRESSOR,
     EFFICIENCY,
     GROUP,
-    LOST_MACHINES,
     NAMES,
-    PERPLEXITY,
-    SEEDS,
     WORSE,
     Group,
     on_one_link,
@@ -72,7 +69,6 @@ def sections(data: Data) -> Iterator[Section]:
     yield section("loss", loss(data))
     yield section("gradient-error", gradient_error(data))
     yield section("step-time", step_times(data))
-    yield section("lost-machines", lost_machines(data))
     yield section("scaling", scaling(data))
     yield section("cells", all_cells(data))
     yield section("validity", validity(data))
@@ -315,16 +311,6 @@ def scaling(data: Data) -> Content:
     lines = means.to_dict("records")
     made = Table.of("scaling", "Tokens/s per rank, in percent of one rank's", lines, [*NAMES, EFFICIENCY])
     return {"plots": plots, "tables": [made]}
-
-
-def lost_machines(data: Data) -> Content:
-    """The time that lost groups of ranks cost."""
-    if data.cells is None:
-        return NO_RESULT
-    lines = data.cells.dropna(subset="goodput").to_dict("records")
-    if not lines:
-        return "no run has groups that may be lost (`faults:` of a compressor)"
-    return {"tables": [Table.of("lost-machines", "Lost machines", lines, [*NAMES, SEEDS, PERPLEXITY, *LOST_MACHINES])]}
 
 
 def winners(data: Data) -> tuple[Content, dict[str, Any]]:

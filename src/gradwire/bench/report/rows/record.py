@@ -65,8 +65,6 @@ class Result(Row):
       (else ``none``) and seed, without a link, on the same kind of machine.
     - ``mem_residual_gb``, ``mem_replica_gb``, ``mem_outer_gb``: a rank's residuals, replicas of sharded parameters
       (``int4-diff``), and anchors and outer momentum of local updates; parts of the peak.
-    - ``restarts``, ``training_s``, ``stalled_s``, ``goodput``: of groups that may be lost; see
-      `bench.training.group.history`.
     - ``time_to_target_ppl_s``, ``steps_to_target_ppl``, ``ppl_at_fixed_time``: see `bench.report.rows.quality`.
     - ``steps_to_target``, ``time_to_target_s``, ``bytes_to_target``: target -> value, null where the run never reached
       it; see there too.
@@ -189,10 +187,6 @@ class Result(Row):
     target_reached: bool | None = None  # false: censored, never reached; null: no baseline
     meter_agrees: bool | None = None  # meter and trace on the profiled steps' payload, encoding and decoding
     meter_over_trace: dict[str, float] | None = None
-    restarts: Count = None
-    training_s: Number = None
-    stalled_s: Number = None
-    goodput: Number = None
 
     @property
     def typical_step_ms(self) -> Number:

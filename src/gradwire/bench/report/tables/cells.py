@@ -74,12 +74,6 @@ ALL_CELLS = (
     replace(TOKENS, long=True),
     replace(text("marks", "marks"), long=True),
 )
-LOST_MACHINES = (
-    Column("restarts", "restarts", "{:.0f}", hint="of groups of ranks that were lost"),
-    Column("training s", "training_s", "{:,.1f}", hint="from the first step to the last one"),
-    Column("stalled s", "stalled_s", "{:,.1f}", hint="of these, seconds in which no group trained"),
-    Column("goodput", "goodput_percent", "{:.0f}", " %", hint="share of all groups' time in steps that a mean counts"),
-)
 EFFICIENCY_HINT = "tokens/s per rank over those of one rank alone"
 EFFICIENCY = Column("efficiency", "efficiency_percent", "{:.1f}", " %", hint=EFFICIENCY_HINT)
 
@@ -149,7 +143,6 @@ def cells_of(results: Sequence[Result], quality: PerplexityReference) -> pd.Data
         any(cell_key(run) != key for run in of.runs.values()) for key, of in zip(keys, of_cells, strict=True)
     ]
     cells["comm_percent"] = 100 * cells["comm_ratio"]
-    cells["goodput_percent"] = 100 * cells["goodput"]
     cells["sign"] = by_cell["sign"].max().to_numpy()  # a cell differs if one of its runs does
     diverged = Counter(
         cell_key(row)[:3] for row in results if row.status == "diverged"

@@ -15,7 +15,6 @@ from gradwire.bench.report.tables.cells import (
     AGAINST,
     ALL_BYTES,
     CELL,
-    LOST_MACHINES,
     PERPLEXITY,
     RATIO,
     SEEDS,
@@ -110,9 +109,6 @@ TERMS = {  # by section: the meaning of its columns
 - These times are of the mean profiled step, in which a round has its share: `comm` is the union of all collectives
   (parameters, control and waiting for other ranks included), `share` its part of the step, `exposed` what no
   computation of the same rank covers. Two ops may run at once.""",
-    "Lost machines": """\
-- Lost machines: `training s` are from the first step to the last one, `stalled s` those of them in which no group of
-  ranks trained, `goodput` the share of all groups' time that went into steps which a mean counts.""",
 }
 
 
@@ -156,7 +152,6 @@ def summary(
         add("Bytes", _table(cells, SENT))
         add("Step time", _table(by_speed, STEPS))
         add("Where a step's time goes", _table(by_speed, TIMES))
-        add("Lost machines", _table(cells.dropna(subset="goodput"), (*SUMMARY_CELL, *LOST_MACHINES)))
         add("Communication by op, ms per step", op_table(ok, by_speed))
         parts += [tiers] if tiers else []
     add("Time to target", f"{markdown_of(reached, TARGETS)}\n\n{TIME_TO_TARGET}" if reached else "")
