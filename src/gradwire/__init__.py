@@ -18,7 +18,6 @@ HOMES = {
     "StreamingDiLoCo": "gradwire.comm.parallel.optimizers.streaming",
     "ReplayDiLoCo": "gradwire.comm.parallel.optimizers.replay",
     "OneBitAdam": "gradwire.comm.parallel.optimizers.adam",
-    "ZeroOneAdam": "gradwire.comm.parallel.optimizers.adam",
     "DeMo": "gradwire.comm.parallel.optimizers.demo",
     "Muon": "gradwire.comm.parallel.optimizers.muon",
     "BF16": "gradwire.comm.compressors.methods.bf16",

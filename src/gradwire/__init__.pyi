@@ -24,7 +24,6 @@ from gradwire.comm.parallel import Compression as Compression
 from gradwire.comm.parallel import comm_hook as comm_hook
 from gradwire.comm.parallel import compress_gradients as compress_gradients
 from gradwire.comm.parallel.optimizers.adam import OneBitAdam as OneBitAdam
-from gradwire.comm.parallel.optimizers.adam import ZeroOneAdam as ZeroOneAdam
 from gradwire.comm.parallel.optimizers.demo import DeMo as DeMo
 from gradwire.comm.parallel.optimizers.diloco import DiLoCo as DiLoCo
 from gradwire.comm.parallel.optimizers.muon import Muon as Muon

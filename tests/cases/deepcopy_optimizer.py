@@ -34,7 +34,6 @@ OPTIMIZERS = {
     "replay": lambda m: gw.ReplayDiLoCo(adamw(m), m, sync_every=3, compressor="bins", embeddings="int8"),
     "demo": lambda m: gw.DeMo(m.parameters(), m, lr=1e-2),
     "onebit": lambda m: gw.OneBitAdam(m.parameters(), m, **ADAM),
-    "zero-one": lambda m: gw.ZeroOneAdam(m.parameters(), m, **ADAM),
 }
 COPIES = {"copied": copy.deepcopy, "pickled": lambda pair: pickle.loads(pickle.dumps(pair))}
 

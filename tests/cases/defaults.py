@@ -25,7 +25,6 @@ LOCAL = {
     "StreamingDiLoCo": {"sync_every": 2, "fragments": 1, "compressor": "int8", "algorithm": "exchange"},
     "ReplayDiLoCo": {"sync_every": 2, "embeddings": "int8"},
     "OneBitAdam": {"dense_steps": 1},
-    "ZeroOneAdam": {"dense_steps": 1},
     "DeMo": {},
 }
 

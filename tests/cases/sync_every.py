@@ -35,8 +35,6 @@ programs = (  # an optimizer, the arguments that it needs, and wrong values of e
     (local, gw.StreamingDiLoCo, {"fragments": 2}, {"fragments": counts, "delay": counts[1:], "alpha": [1, -1, "x"]}),
     (local, gw.ReplayDiLoCo, {"embeddings": "int8"}, {"sync_every": lengths, "steps": counts}),
     (direct, gw.OneBitAdam, {"dense_steps": 2}, {"dense_steps": counts, "max_norm": [0, -1, "x"], "reducer": ["int8"]}),
-    (direct, gw.ZeroOneAdam, {"dense_steps": 2}, {"freeze_step": counts, "variance_kappa": counts, "steps": counts}),
-    (direct, gw.ZeroOneAdam, {"dense_steps": 2}, {"local_doubling": counts, "max_local_steps": counts}),
     (direct, gw.DeMo, {}, {"lr": rates, "weight_decay": rates, "reducer": ["int8"], "ef_decay": [2, "x"]}),
 )
 faults = []

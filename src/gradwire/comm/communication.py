@@ -14,9 +14,8 @@ from gradwire.base.strict import Strict
 from gradwire.comm.compressors import as_compressor
 from gradwire.comm.reduction import ReducerOptions, by_step
 
-CommOptimizer = Literal["gradient", "onebit_adam", "zero_one_adam", "diloco", "sparseloco", "muloco", "demo"]
+CommOptimizer = Literal["gradient", "onebit_adam", "diloco", "sparseloco", "muloco", "demo"]
 Inner = Literal["adamw", "muon", "sgd"]
-MOMENTUM = ("onebit_adam", "zero_one_adam")  # freeze the variance after a warm-up, and send momenta
 
 
 class Preset(NamedTuple):
@@ -37,7 +36,6 @@ class Preset(NamedTuple):
 
 PRESETS = {
     "onebit_adam": Preset(home="adam.OneBitAdam"),
-    "zero_one_adam": Preset(home="adam.ZeroOneAdam"),
     # Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models" (arXiv:2311.08105, 2023).
     "diloco": Preset({"H": 500, "outer_lr": 0.7, "outer_momentum": 0.9}),
     # Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo" (arXiv:2508.15706, 2025).
@@ -58,7 +56,6 @@ LOCAL = tuple(name for name, chosen in PRESETS.items() if "H" in chosen.options)
 
 DILOCO = LOCAL  # among which groups may be lost
 OPTIONS = {  # of which optimizers an option is
-    **dict.fromkeys(("freeze_step", "variance_kappa", "local_doubling", "max_local_steps"), ("zero_one_adam",)),
     **dict.fromkeys(("H", "outer_lr", "outer_momentum", "dense_rounds"), LOCAL),
     **dict.fromkeys(("streaming", "embeddings"), LOCAL),
     "inner": ("gradient", *LOCAL),
@@ -124,10 +121,6 @@ class Communication(Strict, strict=True):
         default="gradient",
         description="what travels: gradients, an optimizer's momenta, or the outcome of local updates",
     )
-    freeze_step: Count | None = Field(default=None, description="0/1 Adam updates the variance until here")
-    variance_kappa: Count = Field(default=16, description="updates before their interval doubles")
-    local_doubling: Count | None = Field(default=None, description="steps before the local steps' interval doubles")
-    max_local_steps: Count = Field(default=16, description="largest interval between synchronisations")
     H: Interval | None = Field(default=None, description="local steps of a round, or a schedule: {0: 1, 100: 5}")
     outer_lr: float | None = Field(default=None, gt=0, description="learning rate of the outer step")
     outer_momentum: float | None = Field(default=None, ge=0, lt=1, description="Nesterov momentum of the outer step")
@@ -182,7 +175,7 @@ def check_communication(communication: Communication, method: str, reduction: Re
             raise BadInput("embeddings are replayed at the end of a round, and streaming has none: omit one of them.")
     if name in LOCAL and dense_steps:
         raise BadInput(f"dense_steps counts optimizer steps; comm_optimizer {name} has dense_rounds.")
-    if name not in MOMENTUM:
+    if name != "onebit_adam":
         return
     if method == "none" and "algorithm" not in reduction.model_fields_set:
         raise BadInput(
@@ -191,5 +184,3 @@ def check_communication(communication: Communication, method: str, reduction: Re
         )
     if dense_steps == 0:
         raise BadInput(f"comm_optimizer {name} freezes its variance after a warm-up: dense_steps must be at least 1.")
-    if communication.freeze_step is not None and communication.freeze_step < dense_steps:
-        raise BadInput(f"freeze_step is {communication.freeze_step}: the {dense_steps} dense steps come first.")

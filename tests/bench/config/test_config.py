@@ -1,7 +1,6 @@
 """The experiment as data: grids, cells, flags and the messages for what is wrong."""
 
 import argparse
-import inspect
 import itertools
 import json
 from pathlib import Path
@@ -29,9 +28,7 @@ from gradwire.bench.config import (
     json_schema,
     read,
 )
-from gradwire.comm.communication import Communication
 from gradwire.comm.compressors import build
-from gradwire.comm.parallel.optimizers.adam import ZeroOneAdam
 from gradwire.comm.reduction import ENCODINGS, ParamCompress, Schedule
 
 ROOT = Path(__file__).parents[3]
@@ -416,13 +413,6 @@ def test_a_flag_has_the_default_of_the_configurations_field_of_its_name():
     differing = {key: default for key, default in flag_defaults().items() if compared.get(key, default) != default}
     assert {"val_fraction", "save_interval", "strategy", "link", "lr"} <= {flag for _, flag in compared}
     assert differing == OTHERWISE
-
-
-def test_the_library_has_the_configurations_defaults():
-    fields = defaults_of(Communication)
-    given = {name: each.default for name, each in inspect.signature(ZeroOneAdam.__init__).parameters.items()}
-    common = given.keys() & fields.keys()
-    assert len(common) >= 4 and {name: given[name] for name in common} == {name: fields[name] for name in common}
 
 
 @pytest.mark.parametrize("field", ["vocab_size", "max_length", "val_fraction"])

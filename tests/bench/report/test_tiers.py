@@ -72,7 +72,7 @@ def test_any_strategy_serves_where_ddp_has_none():
 @pytest.mark.parametrize(
     ("fields", "differing"),
     [
-        ({"compress_config": {"method": "int8", "dense_steps": 0, "freeze_step": 2}}, []),
+        ({"compress_config": {"method": "int8", "dense_steps": 0}}, []),
         ({"compress_config": {"method": "int8", "lr": 0.1}, "lr": 0.1}, []),
         ({"compress_config": {"method": "int8", "beta2": 0.9}}, []),
         ({"steps": 900}, []),

@@ -220,7 +220,7 @@ def test_time_steps_and_bytes_to_each_target(tmp_path):
 
 @pytest.mark.parametrize(
     ("config", "seconds"),
-    [({}, 4 * 0.25), ({"dense_steps": 3}, 3 * 2.0 + 0.25), ({"dense_steps": 5}, 4 * 2.0), ({"freeze_step": 9}, None)],
+    [({}, 4 * 0.25), ({"dense_steps": 3}, 3 * 2.0 + 0.25), ({"dense_steps": 5}, 4 * 2.0), ({"dense_rounds": 9}, None)],
     ids=str,
 )
 def test_a_shaped_run_takes_the_steps_of_the_long_one_at_its_own_step_time(tmp_path, config, seconds):
@@ -228,11 +228,12 @@ def test_a_shaped_run_takes_the_steps_of_the_long_one_at_its_own_step_time(tmp_p
     cell = RUN._replace(compressor="diloco")
     long, short, link = tmp_path / "long", tmp_path / "short", cell._replace(link="2mbit")
     ask(long, [cell], ppl=[60, 40])
+    of_short = {"method": "onebit", **{key: config[key] for key in config if key != "dense_steps"}}
     config = {"method": "onebit", **config}
     add(long, cell, 10, [80.0, 60.0, 50.0], bytes_compressed_total=600, val_loss=math.log(50), compress_config=config)
     with_bytes(long, cell, None)
     untold = {"quality_from": None, "val_ppl": None}
-    add(short, link, 1, [1.0], step_time_ms_mean=250.0, compress_config={"method": "onebit"}, **untold)
+    add(short, link, 1, [1.0], step_time_ms_mean=250.0, compress_config=of_short, **untold)
     add(short, link._replace(compressor="none"), 1, [1.0], step_time_ms_mean=2000.0, **untold)
     add(short, RUN, 1, [1.0], step_time_ms_mean=500.0, **untold)
     found = PerplexityReference.of("long", collect(long))

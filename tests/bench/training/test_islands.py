@@ -66,7 +66,6 @@ OPTIMIZERS = {
     "parameters": {**INT8, "param_compress": "int8"},
     "both": {**INT8, "inside": {"method": "topk", "density": 0.1, "error_feedback": True}},
     "onebit_adam": {"method": "onebit", "comm_optimizer": "onebit_adam", "dense_steps": 2},
-    "zero_one_adam": {"method": "onebit", "comm_optimizer": "zero_one_adam", "dense_steps": 1, "local_doubling": 2},
     "diloco": {"method": "onebit", "comm_optimizer": "diloco", "H": 3, "outer_lr": 1.0, "outer_momentum": 0.5},
     "muon": {"method": "onebit", "comm_optimizer": "muloco", "H": 3},
 }

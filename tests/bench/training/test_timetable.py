@@ -66,10 +66,9 @@ COMMUNICATING = {
         LOCAL | {"streaming": {"fragments": 1, "delay": 2}},
         {"local": 7, "sends": 3, "receives": 2, "last": 1},
     ),
-    "zero_one_adam": (
-        {"method": "onebit", "comm_optimizer": "zero_one_adam", "dense_steps": 2, "freeze_step": 4}
-        | {"local_doubling": 2, "max_local_steps": 3},
-        {"dense": 2, "mean gradient": 1, "mean momentum": 6, "local": 4},
+    "onebit_adam": (
+        {"method": "onebit", "comm_optimizer": "onebit_adam", "dense_steps": 2},
+        {"dense": 2, "alike": 11},
     ),
 }
 

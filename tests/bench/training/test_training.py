@@ -387,38 +387,23 @@ def test_a_single_rank_sends_nothing(world, shards, tmp_path):
     assert record["compression_ratio"] is None
 
 
-DRIFTING = {"freeze_step": 2, "local_doubling": 1, "max_local_steps": 3}  # the ranks are apart after step 4
-
-
-@pytest.mark.parametrize(
-    ("size", "optimizer", "cell"),
-    [
-        (2, "onebit_adam", {}),
-        (3, "zero_one_adam", DRIFTING),
-        (2, "zero_one_adam", {"freeze_step": 6, "variance_kappa": 1}),
-    ],
-)
-def test_a_resumed_run_of_an_optimizer_that_communicates_equals_an_unbroken_one(
-    world, shards, tmp_path, size, optimizer, cell
-):
+def test_a_resumed_run_of_an_optimizer_that_communicates_equals_an_unbroken_one(world, shards, tmp_path):
     options = {
         "strategy": "ddp",
         "comm_compress": "onebit",
-        "comm_optimizer": optimizer,
-        "comm_config_json": json.dumps({"dense_steps": 2, **cell}),
+        "comm_optimizer": "onebit_adam",
+        "comm_config_json": json.dumps({"dense_steps": 2}),
         "checkpoint_every": 4,
         "verify_sync": 1,
     }
-    whole = world(size).run(run, words(shards, tmp_path / "whole", **options))
+    whole = world(2).run(run, words(shards, tmp_path / "whole", **options))
     shutil.copytree(tmp_path / "whole" / "checkpoints", tmp_path / "resumed" / "checkpoints")
-    resumed = world(size).run(run, words(shards, tmp_path / "resumed", "--resume", **options))
+    resumed = world(2).run(run, words(shards, tmp_path / "resumed", "--resume", **options))
     for (before, _), (after, _) in zip(whole, resumed, strict=True):
         assert losses(after) == losses(before)
         assert norms(after) == norms(before)
         assert [row["bytes_sent"] for row in after] == [row["bytes_sent"] for row in before]
-        assert (0 in [row["bytes_sent"] for row in before]) == (cell is DRIFTING)
-        assert before[3]["bytes_sent"] > 0 or cell is DRIFTING, "the checkpoint is between two synchronisations"
-        assert before[-1]["bytes_sent"] > 0, "the last step synchronises"
+        assert all(row["bytes_sent"] > 0 for row in before)
     weights = [(tmp_path / name / "final_model/model.safetensors").read_bytes() for name in ("whole", "resumed")]
     assert weights[0] == weights[1]
     for field in ("bytes_raw_total", "bytes_compressed_total", "bytes_closed_form_total", "val_loss", "loss_digest"):
@@ -427,31 +412,28 @@ def test_a_resumed_run_of_an_optimizer_that_communicates_equals_an_unbroken_one(
 
 @pytest.mark.parametrize("strategy", ["naive", "bucket", "ddp"])
 def test_the_record_of_an_optimizer_that_communicates(world, shards, tmp_path, strategy):
-    """Momenta in one bit and two means per 256 elements; raw counts the steps that send nothing."""
-    numel = 0
-    for name, silent in (("onebit_adam", 0), ("zero_one_adam", 1)):
-        cell = {"dense_steps": 2, **(DRIFTING if silent else {})}
-        arguments = words(
-            shards,
-            tmp_path / name,
-            model="tiny",
-            strategy=strategy,
-            comm_compress="onebit",
-            comm_config_json=json.dumps({"comm_optimizer": name, **cell}),
-            eval_every=0,
-            steps=5,
-            verify_sync=1,
-        )
-        _, record = world(2).run(run, arguments)[0]
-        numel = record["parameters"]
-        assert record["optimizer"] == name
-        assert record["compress_config"] == {"method": "onebit", "error_feedback": True, "comm_optimizer": name, **cell}
-        assert record["bytes_raw_total"] == 5 * 2 * 4 * numel
-        assert record["bytes_compressed_total"] == record["bytes_closed_form_total"]
-        assert record["compression_ratio_steady"] == pytest.approx(25.6 * 3 / (3 - silent), rel=0.02)
-        assert record["compression_ratio"] == pytest.approx(5 / (2 + 3 / record["compression_ratio_steady"]))
-        assert (record["exempt_fraction"], record["fallbacks"]) == (0, 0)
-        assert record["mem_residual_gb"] > 0
+    """Momenta in one bit and two means per 256 elements."""
+    cell = {"comm_optimizer": "onebit_adam", "dense_steps": 2}
+    arguments = words(
+        shards,
+        tmp_path,
+        model="tiny",
+        strategy=strategy,
+        comm_compress="onebit",
+        comm_config_json=json.dumps(cell),
+        eval_every=0,
+        steps=5,
+        verify_sync=1,
+    )
+    _, record = world(2).run(run, arguments)[0]
+    assert record["optimizer"] == "onebit_adam"
+    assert record["compress_config"] == {"method": "onebit", "error_feedback": True, **cell}
+    assert record["bytes_raw_total"] == 5 * 2 * 4 * record["parameters"]
+    assert record["bytes_compressed_total"] == record["bytes_closed_form_total"]
+    assert record["compression_ratio_steady"] == pytest.approx(25.6, rel=0.02)
+    assert record["compression_ratio"] == pytest.approx(5 / (2 + 3 / record["compression_ratio_steady"]))
+    assert (record["exempt_fraction"], record["fallbacks"]) == (0, 0)
+    assert record["mem_residual_gb"] > 0
 
 
 ROUNDS = {"H": 3, "outer_lr": 0.7, "outer_momentum": 0.5}  # of 7 steps: 0 to 2, 3 to 5, and 6
@@ -662,8 +644,8 @@ BAD = {
     "shorter samples": (["--max_length", "16"], ["samples of up to 24 tokens, not 16"]),
     "no GPU": (["--device", "cuda"], ["no CUDA device"]),
     "two optimizers": (
-        ["--comm_optimizer", "onebit_adam", "--comm_config_json", '{"comm_optimizer": "zero_one_adam"}'],
-        ["--comm_optimizer is onebit_adam", "'zero_one_adam'"],
+        ["--comm_optimizer", "onebit_adam", "--comm_config_json", '{"comm_optimizer": "diloco"}'],
+        ["--comm_optimizer is onebit_adam", "'diloco'"],
     ),
     "a key twice": (
         ["--comm_compress=int8", '--comm_config_json={"block": 64, "exempt": {"max_ndim": 1}, "block": 128}'],

@@ -201,7 +201,6 @@ def test_the_simulation_sees_a_fault(world, fault):
 
 ALONE = {
     "onebit_adam": ({"dense_steps": 2}, {}),
-    "zero_one_adam": ({"dense_steps": 1}, {"freeze_step": 3, "local_doubling": 1, "steps": 8}),
     "diloco": ({}, {"H": 3, "outer_lr": 0.8, "outer_momentum": 0.5, "steps": 8}),
     "sparseloco": ({}, {"H": 3, "steps": 8}),
     "streaming": ({}, {"H": 4, "outer_lr": 0.8, "streaming": {"fragments": 2, "delay": 1}, "steps": 8}),

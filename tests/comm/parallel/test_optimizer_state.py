@@ -24,12 +24,6 @@ DENSE = {**ONEBIT, "dense_steps": 2}
 SPARSE = {"method": {"chunktopk.k": 4, "chunk": 8}, "error_feedback": True, "ef_decay": 0.95, "algorithm": "gather"}
 OPTIMIZERS = {  # the name, the method, the reducer's options, the optimizer's; what the snapshot is in the midst of
     "onebit_adam": ("onebit_adam", "onebit", DENSE, {}),
-    "zero_one_adam": (  # local steps
-        "zero_one_adam",
-        "onebit",
-        DENSE,
-        {"freeze_step": 2, "variance_kappa": 1, "local_doubling": 1, "max_local_steps": 3, "steps": LAST},
-    ),
     "demo": ("demo", "dcttopk", {"error_feedback": True, "ef_decay": 0.9}, {}),
     "diloco": ("diloco", "onebit", ONEBIT, {"H": 3, "steps": LAST}),  # a round, with momentum
     "muloco": ("muloco", "bins", {"error_feedback": True}, {"H": 3, "steps": LAST}),

@@ -4,7 +4,7 @@
 
 Quality does not depend on the link, so a timing cell takes the perplexity of a long run with its label: of its own
 strategy if that has one, else of ddp, else of any. The two may differ only in their numbers of steps and of warm-up
-steps (``dense_steps``, ``freeze_step``), and in the learning rate; otherwise the cell has no perplexity.
+steps (``dense_steps``), and in the learning rate; otherwise the cell has no perplexity.
 
 **Time to a target**: the steps, seconds and gradient bytes until a run's validation perplexity is as low as asked for.
 A target is a perplexity, or the final one of another label with the same world size and seed. A run that never reaches
@@ -37,7 +37,7 @@ from gradwire.bench.statistics.seeds import Estimate, percent_worse, percents
 from gradwire.bench.trace import steps as steps_file
 
 PREFERRED = "ddp"  # the strategy whose perplexity others use if they have none
-FREE = ("dense_steps", "freeze_step", "lr", "beta2")  # options that change no step time after the warm-up
+FREE = ("dense_steps", "lr", "beta2")  # options that change no step time after the warm-up
 SAME = [
     "compress_config",
     "model",
@@ -406,7 +406,7 @@ def on_link(row: Result, source: Result, results: Iterable[Result]) -> dict[str,
     """The fields of a row whose perplexity is that of another run: that run's steps, timed by this experiment.
 
     Dense steps take the mean step time of the baseline on the same link, the others this run's. Seconds are unknown
-    without that baseline, and where the other steps do not all cost the same (``freeze_step``, ``dense_rounds``).
+    without that baseline, and where the other steps do not all cost the same (``dense_rounds``).
 
     Args:
         row: A run that was timed.
@@ -440,6 +440,6 @@ def duration(steps: float, run: Result, step: float | None, dense_step: float | 
     """
     config = run.compress_config or {}
     dense = min(steps, config.get("dense_steps", 0))
-    if step is None or (dense and dense_step is None) or {"freeze_step", "dense_rounds"} & config.keys():
+    if step is None or (dense and dense_step is None) or "dense_rounds" in config:
         return None
     return dense * (dense_step or 0.0) + (steps - dense) * step

@@ -44,7 +44,7 @@ none where the step is shorter than the measured computation, which is not that 
 `ppl`: measured perplexity above that of the same optimizer in every step, paired by seed (`none` for AdamW); winners
 are named within 1, 5 and 20 % of it, and for each target perplexity of the measured runs the label that reaches it
 soonest, in as many steps as they took; labels with
-`freeze_step` or `dense_rounds` have no such time, as their steps differ. A crossover is the
+`dense_rounds` have no such time, as their steps differ. A crossover is the
 bandwidth below which a label's step is shorter, with the 95 % interval of a bootstrap of the fit's residuals. Assumed:
 hosts as fast as the measured ones, equal computation on every rank, and one call per collective and step, or per round
 of local updates, with `--latency` for each of its messages. With `--islands`, `--bandwidth` is that of each island's
