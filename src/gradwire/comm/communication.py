@@ -54,7 +54,6 @@ PRESETS = {
 LOCAL = tuple(name for name, chosen in PRESETS.items() if "H" in chosen.options)
 """Optimizers that train alone for H steps, and send what that changed."""
 
-DILOCO = LOCAL  # among which groups may be lost
 OPTIONS = {  # of which optimizers an option is
     **dict.fromkeys(("H", "outer_lr", "outer_momentum", "dense_rounds"), LOCAL),
     **dict.fromkeys(("streaming", "embeddings"), LOCAL),

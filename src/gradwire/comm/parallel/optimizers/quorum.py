@@ -17,12 +17,9 @@ from __future__ import annotations
 
 import copy
 import time
-import warnings
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import version
-from threading import Timer
 from typing import Any, NamedTuple
 
 import torch
@@ -44,7 +41,6 @@ from gradwire.comm.parallel.wrap import wrap
 from gradwire.comm.torch_internals import abort_quorum_group, managed, quorum_group
 
 ATTEMPTS = 20  # of one round's average
-PATIENCE_S = 10.0  # seconds of waiting for groups after which there is a message
 NOTHING = torch.zeros(1, dtype=torch.int64, device="cpu")
 LOST = (RuntimeError, RunFault)  # what a collective raises if it lacks a rank
 
@@ -55,18 +51,10 @@ class Round(NamedTuple):
     Attributes:
         step: Its last optimizer step, counted from 0.
         groups: Numbers of the groups whose pseudo-gradients were averaged; none if this group missed the average.
-        attempts: Averages that were begun.
-        seconds: From the end of local training until the mean was there.
-        sent: Payload bytes that this rank sent, those of failed attempts included.
-        dropped: Elements of residuals of means that were dropped because the rank no longer owns them.
     """
 
     step: int
     groups: tuple[int, ...]
-    attempts: int
-    seconds: float
-    sent: int
-    dropped: int
 
 
 class Joined(NamedTuple):
@@ -135,8 +123,8 @@ class Quorum:
             BadInput: If another group has this one's number, or other anchors.
             RunFault: If there are too few groups in time, or `ATTEMPTS` averages failed.
         """
-        codec, meter, began = self._reducer.codec, self._reducer.meter, time.perf_counter()
-        sent, attempts, failure, self._averages, self._groups = meter.sent("payload"), 0, "", True, ()
+        codec = self._reducer.codec
+        attempts, failure, self._averages, self._groups = 0, "", True, ()
         while self._averages and self._received is None:
             if attempts == ATTEMPTS:
                 raise RunFault(f"{ATTEMPTS} averages of one round failed, the last one because: {failure}")
@@ -149,9 +137,9 @@ class Quorum:
                 codec.load_state_dict(kept)
                 self._ask()
         missed, self._averages = self._averages, False
-        dropped = codec.drop_loose() if self._reducer.world > 1 and not missed else 0
-        seconds, sent = time.perf_counter() - began, meter.sent("payload") - sent
-        self.rounds.append(Round(codec.step, () if missed else self._groups, attempts, seconds, sent, dropped))
+        if self._reducer.world > 1 and not missed:
+            codec.drop_loose()
+        self.rounds.append(Round(codec.step, () if missed else self._groups))
 
     def meet(self) -> dict[str, Any] | None:
         """Agree with the other groups on those of the next round.
@@ -219,24 +207,23 @@ class Quorum:
         """
         least, patience = self._given.least, self._given.quorum_timeout.total_seconds()
         began = time.monotonic()
-        with warned(f"gradwire: group {self.number} waits for a quorum of {least} groups or more."):
-            while True:
-                before, received = self._manager.state_dict(), self._received
-                try:
-                    self._manager.start_quorum()
-                except (TimeoutError, RuntimeError) as error:
-                    raise RunFault(
-                        f"no quorum of {least} groups or more in {patience:g} s: are the lighthouse and the other "
-                        f"groups there? The manager's quorum_timeout must exceed the time of a round. ({error})"
-                    ) from error
-                if self._failed():
-                    self._manager.load_state_dict(before)
-                    self._received = received
-                if (there := self._manager.num_participants()) >= least:
-                    break
-                if time.monotonic() - began > patience:
-                    raise RunFault(f"{there} groups after {patience:g} s, and the manager has a minimum of {least}.")
-                time.sleep(1)
+        while True:
+            before, received = self._manager.state_dict(), self._received
+            try:
+                self._manager.start_quorum()
+            except (TimeoutError, RuntimeError) as error:
+                raise RunFault(
+                    f"no quorum of {least} groups or more in {patience:g} s: are the lighthouse and the other groups "
+                    f"there? The manager's quorum_timeout must exceed the time of a round. ({error})"
+                ) from error
+            if self._failed():
+                self._manager.load_state_dict(before)
+                self._received = received
+            if (there := self._manager.num_participants()) >= least:
+                break
+            if time.monotonic() - began > patience:
+                raise RunFault(f"{there} groups after {patience:g} s, and the manager has a minimum of {least}.")
+            time.sleep(1)
         if (group := quorum_group(self._manager)) is not self._reducer.group:
             self._reducer.reduce_over(group)
 
@@ -383,15 +370,3 @@ def prepare_group(
     reducer = QuorumReducer(compressor, number * size + dist.get_rank(), **options)
     check_agreement(None, reducer, parameters_of(model), number=number)
     return model, reducer
-
-
-@contextmanager
-def warned(message: str) -> Iterator[None]:
-    """Warn if the context takes longer than `PATIENCE_S`."""
-    timer = Timer(PATIENCE_S, warnings.warn, [message])
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
