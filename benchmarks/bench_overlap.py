@@ -32,6 +32,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from gradwire.bench.trace import trace
 from gradwire.bench.training.monitor import recorder_options
 from gradwire.comm import parallel
+from gradwire.comm.closed_forms import raw_bytes
 from gradwire.comm.collectives import Reducer, ops
 from gradwire.comm.collectives.world import World, process_group
 from gradwire.comm.compressors import build
@@ -156,7 +157,7 @@ def rows(world: World, args: argparse.Namespace, strategy: str, cell: str, found
     """The table's rows of a cell; of float32 only with the first cell."""
     untouched = found[0]
     numel = sum(parameter.numel() for parameter in model_of(args.model).parameters())
-    float32 = parallel.traffic_unhooked(numel, strategy, world.world_size)
+    float32 = raw_bytes(parallel.strategy_class(strategy).kind, numel, world.world_size)
     compute, transfer = (untouched.profile[f"{name}_ms_per_step"] for name in ("compute", "transfer"))
     table = []
     for name, one in zip(("framework", "synchronous", "overlapped"), found, strict=True):

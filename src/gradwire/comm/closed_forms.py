@@ -6,7 +6,8 @@ up to the total exactly, also if the number of ranks does not divide the buffer.
 
 from __future__ import annotations
 
-from typing import TypeVar
+from collections.abc import Sequence
+from typing import NamedTuple, TypeVar
 
 N = TypeVar("N", int, float)
 
@@ -43,3 +44,51 @@ def rank_bytes(op: str, nbytes: int, mine: int, world: int) -> int:
     It sends the other parts to their owners, and in an all-reduce the mean of its part to each of them.
     """
     return nbytes - mine + ((world - 1) * mine if op == "all_reduce" else 0)
+
+
+class ByLink(NamedTuple):
+    """Bytes over all ranks, inside islands and between them."""
+
+    inside: int
+    between: int
+
+
+def unhooked_by_link(numel: int, world: int, islands: int) -> ByLink:
+    """Return the bytes of the float32 reductions of one optimizer step under ``hsdp``.
+
+    Each island reduce-scatters all elements, then each shard is all-reduced by the ranks that hold it.
+
+    Args:
+        numel: Trainable elements of the model, or `Strategy.reduced_numel` to include padding.
+        world: Number of ranks.
+        islands: Number of islands.
+    """
+    return ByLink(
+        islands * raw_bytes("reduce_scatter", numel, world // islands), raw_bytes("all_reduce", numel, islands)
+    )
+
+
+def parameters_unhooked(
+    kind: str, sizes: Sequence[int], world: int, micro_batches: int = 1, *, evaluated: bool = False, islands: int = 1
+) -> int | None:
+    """Return the bytes over all ranks of the float32 all-gathers of parameters in one optimizer step.
+
+    For each micro-batch FSDP gathers a block in the forward pass and again in the backward pass. Parameters outside
+    the blocks stay gathered in between, and from an evaluation to the next step.
+
+    Args:
+        kind: The strategy's collective.
+        sizes: Elements outside the blocks, then of each block, frozen ones included, as from `block_sizes`.
+        world: Number of ranks.
+        micro_batches: Forward and backward passes of the step.
+        evaluated: Whether a forward pass without a backward pass came between the previous step and this one.
+        islands: Number of islands that hold the model in shards; each gathers by itself.
+
+    Returns:
+        The bytes; None for replicas, which gather nothing.
+    """
+    if kind == "all_reduce":
+        return None
+    first, *blocks = sizes
+    gathered = micro_batches * (first + 2 * sum(blocks)) - evaluated * first
+    return islands * raw_bytes("all_gather", gathered, world // islands)

@@ -16,7 +16,7 @@ from gradwire.base.errors import BadInput
 from gradwire.bench.config import Cell, Run, experiment
 from gradwire.bench.launch.links import probe
 from gradwire.bench.report.rows.measurements import unmeasurable
-from gradwire.comm.parallel import parameters_unhooked
+from gradwire.comm.closed_forms import parameters_unhooked
 from gradwire.comm.topology import link_rate
 
 INT8 = {"method": "int8", "rounding": "stochastic", "error_feedback": True}
@@ -193,9 +193,8 @@ def test_other_strategies_run_on_a_link_between_islands():
 def test_flat_shards_ignore_the_islands_of_a_link():
     """The model is sharded over all ranks; `predict` leaves the row out: its messages between islands are unknown."""
     sizes = [7, 11, 13]
-    flat = parameters_unhooked("fsdp2", sizes, 4, islands=2)
-    assert flat == parameters_unhooked("fsdp2", sizes, 4) == 3 * RAW * (7 + 2 * (11 + 13))
-    assert parameters_unhooked("hsdp", sizes, 4, islands=2) == 2 * RAW * (7 + 2 * (11 + 13))
+    assert parameters_unhooked("reduce_scatter", sizes, 4) == 3 * RAW * (7 + 2 * (11 + 13))
+    assert parameters_unhooked("reduce_scatter", sizes, 4, islands=2) == 2 * RAW * (7 + 2 * (11 + 13))
     made = row("fsdp2", "none", "100mbit")
     assert unmeasurable(made) is None
     assert "leave an island" in unmeasurable(made.model_copy(update={"islands": 2, "link": "between-100mbit"}))

@@ -20,6 +20,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from gradwire.base.errors import BadInput
 from gradwire.comm import topology
+from gradwire.comm.closed_forms import raw_bytes
 from gradwire.comm.collectives import Reducer
 from gradwire.comm.compressors import build
 from gradwire.comm.parallel import (
@@ -30,7 +31,7 @@ from gradwire.comm.parallel import (
     full_state_dict,
     load_checkpoint_state,
     named_parameters,
-    traffic_unhooked,
+    strategy_class,
     wrap,
 )
 
@@ -193,7 +194,7 @@ def test_ratios_and_totals_are_exact_without_padding(world, method, ratio):
     for strategy, ranks in run(world, 2, "even", method=method).items():
         raw, sent = (sum(traffic[key] for _, traffic in ranks) for key in ("raw", "sent"))
         assert raw / sent == ratio
-        assert raw == traffic_unhooked(numel, strategy, 2)
+        assert raw == raw_bytes(strategy_class(strategy).kind, numel, 2)
         assert all(traffic["fallbacks"] == traffic["exempt_elements"] == 0 for _, traffic in ranks)
 
 
@@ -202,7 +203,7 @@ def test_padding_and_empty_shards_are_not_sent(world, size):
     numel = sum(parameter.numel() for parameter in Odd().parameters())
     for strategy, ranks in run(world, size, "odd").items():
         raw, sent = (sum(traffic[key] for _, traffic in ranks) for key in ("raw", "sent"))
-        assert raw == sent == traffic_unhooked(numel, strategy, size)
+        assert raw == sent == raw_bytes(strategy_class(strategy).kind, numel, size)
 
 
 @every_strategy

@@ -32,8 +32,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire.base.errors import BadInput, NonFiniteGradient, RunFault
+from gradwire.comm.closed_forms import parameters_unhooked
 from gradwire.comm.collectives import METER
-from gradwire.comm.parallel import block_sizes, parameters_unhooked, wrap
+from gradwire.comm.parallel import block_sizes, wrap
 
 STEPS = 3
 CASES = {
@@ -248,7 +249,7 @@ def parameter_bytes(rank, world, group, encoding):
 @pytest.mark.parametrize(("encoding", "share"), [("int8", 0.5), ("int4-diff", 0.1)])
 def test_bytes_of_parameters_are_counted_beside_those_of_float32(world, encoding, share):
     ranks = world(2).run(parameter_bytes, encoding)
-    raw = STEPS * parameters_unhooked("fsdp2", block_sizes(net()), 2)
+    raw = STEPS * parameters_unhooked("reduce_scatter", block_sizes(net()), 2)
     assert all(started["raw"] == 0 for started, _ in ranks)
     assert sum(traffic["raw"] for _, traffic in ranks) == raw
     sent = sum(traffic["sent"] - started["sent"] for started, traffic in ranks)

@@ -128,7 +128,7 @@ def build(settings: Settings, split: Shards, world: World) -> tuple[Parts, Outco
     optimizer = build_optimizer(settings, model, matrices, reducer)
     outcome.dense_steps = getattr(optimizer, "dense_steps", cell.reduction.dense_steps)
     if reducer is None or settings.strategy == "hsdp":  # which may leave the framework its part
-        outcome.reduced_numel = parallel.reduced_numel(model)
+        outcome.reduced_numel = parallel.strategy_of(model).reduced_numel(model)
     return Parts(model, optimizer, reducer, objective, sizes), outcome
 
 

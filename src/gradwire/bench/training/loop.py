@@ -32,12 +32,14 @@ from gradwire.bench.training.step import (
 )
 from gradwire.bench.training.timetable import timetable
 from gradwire.comm import parallel
+from gradwire.comm.closed_forms import parameters_unhooked
 from gradwire.comm.collectives import Reducer, ops
 from gradwire.comm.collectives.meter import METER
 from gradwire.comm.collectives.world import World
 from gradwire.comm.communication import LOCAL
 from gradwire.comm.parallel import optimizers
 from gradwire.comm.parallel.verify import SyncCheck
+from gradwire.comm.topology import sharded_islands
 from gradwire.lm.data.batches import eval_batches
 from gradwire.lm.data.shards import Shards
 
@@ -169,12 +171,11 @@ class Loop:
     def _parameters_unhooked(self, step: int, passes: int) -> int | None:
         """Bytes of the framework's own parameter gathers in ``step``."""
         before = step > self.start and due(self.training.eval_every, step - 1)
-        cell, islands = self.settings.cell, self.settings.islands
+        cell, kind = self.settings.cell, parallel.strategy_class(self.settings.strategy).kind
+        islands = sharded_islands(self.settings.strategy, self.settings.islands)
         changed = cell.param_compress != "none" or cell.communication.comm_optimizer in LOCAL  # the evaluated weights
         sizes, world, evaluated = self.parts.block_sizes, self.world.world_size, before and not changed
-        return parallel.parameters_unhooked(
-            self.settings.strategy, sizes, world, passes, evaluated=evaluated, islands=islands
-        )
+        return parameters_unhooked(kind, sizes, world, passes, evaluated=evaluated, islands=islands)
 
     def _evaluate_during(self, step: int, row: Row) -> None:
         """Add to a step's row the evaluation that is due after it."""

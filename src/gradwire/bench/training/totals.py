@@ -21,6 +21,7 @@ from gradwire.bench.training.measure import COLUMNS, COUNTED, Row
 from gradwire.bench.training.objective import ADJACENCY
 from gradwire.bench.training.settings import Settings
 from gradwire.comm import parallel
+from gradwire.comm.closed_forms import raw_bytes, unhooked_by_link
 from gradwire.comm.collectives.world import World
 from gradwire.comm.topology import between_islands
 
@@ -80,8 +81,9 @@ def traffic(settings: Settings, world: World, outcome: Outcome, rows: list[Row])
         total = Bytes(total_of(rows, "bytes_raw"), total_of(rows, "bytes_sent"), closed)
         steady = Bytes(total_of(later, "bytes_raw"), total_of(later, "bytes_sent"), None)
     else:
+        kind = parallel.strategy_class(settings.strategy).kind
         raw, sent = (
-            len(outcome.rows) * parallel.traffic_unhooked(numel, settings.strategy, world.world_size, settings.islands)
+            len(outcome.rows) * raw_bytes(kind, numel, world.world_size)
             for numel in (outcome.numel, outcome.reduced_numel)
         )
         total = steady = Bytes(raw, sent, sent)
@@ -268,9 +270,7 @@ def gradients_by_link(settings: Settings, outcome: Outcome, rows: list[Row]) -> 
         rows: All ranks' rows of these steps.
     """
     steps, world = len({row["step"] for row in rows}), 1 + max((row["rank"] for row in rows), default=0)
-    raw, sent = (
-        parallel.unhooked_by_link(numel, world, settings.islands) for numel in (outcome.numel, outcome.reduced_numel)
-    )
+    raw, sent = (unhooked_by_link(numel, world, settings.islands) for numel in (outcome.numel, outcome.reduced_numel))
     inside, between = (
         Bytes(steps * raw_of, steps * sent_of, steps * sent_of) for raw_of, sent_of in zip(raw, sent, strict=True)
     )

@@ -14,14 +14,11 @@ from gradwire.comm.parallel.state import (
     replica_bytes,
     replicated,
 )
-from gradwire.comm.parallel.strategy import accumulation, block_sizes, clip_grad_norm, compile_blocks
+from gradwire.comm.parallel.strategy import accumulation, block_sizes, clip_grad_norm, compile_blocks, strategy_of
 from gradwire.comm.parallel.wrap import (
     available,
     hook,
-    parameters_unhooked,
-    reduced_numel,
-    traffic_unhooked,
-    unhooked_by_link,
+    strategy_class,
     wrap,
 )
 
@@ -43,11 +40,9 @@ __all__ = [
     "load_checkpoint_state",
     "named_parameters",
     "own_part",
-    "parameters_unhooked",
-    "reduced_numel",
     "replica_bytes",
     "replicated",
-    "traffic_unhooked",
-    "unhooked_by_link",
+    "strategy_class",
+    "strategy_of",
     "wrap",
 ]

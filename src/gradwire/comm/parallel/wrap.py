@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.base.errors import BadInput, unknown
-from gradwire.comm.closed_forms import raw_bytes
 from gradwire.comm.collectives import IslandReducer, Islands, Reducer
 from gradwire.comm.collectives.world import check_initialized
 from gradwire.comm.parallel.checks import (
@@ -32,8 +31,8 @@ from gradwire.comm.parallel.names import COMPILED, compiled_in_place
 from gradwire.comm.parallel.strategies.ddp import DDP
 from gradwire.comm.parallel.strategies.fsdp2 import FSDP2, check_sharded
 from gradwire.comm.parallel.strategies.hsdp import HSDP
-from gradwire.comm.parallel.strategy import Strategy, attach, strategy_of
-from gradwire.comm.topology import STRATEGIES, sharded_islands
+from gradwire.comm.parallel.strategy import Strategy, attach
+from gradwire.comm.topology import STRATEGIES
 from gradwire.comm.torch_internals import has_comm_hook
 
 HOOKED: WeakSet[nn.Module] = WeakSet()  # the models that have a reducer; their copies have none
@@ -261,76 +260,3 @@ def attach_reducer(
 def trainable_shapes(model: nn.Module) -> list[tuple[int, ...]]:
     """Return the shapes of the trainable parameters."""
     return [tuple(parameter.shape) for parameter in model.parameters() if parameter.requires_grad]
-
-
-def reduced_numel(wrapped: nn.Module) -> int:
-    """Return the number of elements that the framework itself reduces in one optimizer step, padding included."""
-    return strategy_of(wrapped).reduced_numel(wrapped)
-
-
-class ByLink(NamedTuple):
-    """Bytes over all ranks, inside islands and between them."""
-
-    inside: int
-    between: int
-
-
-def unhooked_by_link(numel: int, world: int, islands: int) -> ByLink:
-    """Return the bytes of the float32 reductions of one optimizer step under ``hsdp`` (closed form).
-
-    Each island reduce-scatters all elements, then each shard is all-reduced by the ranks that hold it.
-
-    Args:
-        numel: As for `traffic_unhooked`.
-        world: Number of ranks.
-        islands: Number of islands.
-    """
-    inside = islands * raw_bytes("reduce_scatter", numel, world // islands)
-    return ByLink(inside, raw_bytes("all_reduce", numel, islands))
-
-
-def traffic_unhooked(numel: int, strategy: str, world: int, islands: int = 1) -> int:
-    """Return the bytes over all ranks that the framework's float32 reduction sends per optimizer step (closed form).
-
-    Args:
-        numel: Trainable elements of the model, or `reduced_numel` to include padding.
-        strategy: Name of the strategy.
-        world: Number of ranks.
-        islands: Number of islands, for ``hsdp``.
-    """
-    if strategy == "hsdp":
-        return sum(unhooked_by_link(numel, world, islands))
-    return raw_bytes(strategy_class(strategy).kind, numel, world)
-
-
-def parameters_unhooked(
-    strategy: str,
-    sizes: Sequence[int],
-    world: int,
-    micro_batches: int = 1,
-    *,
-    evaluated: bool = False,
-    islands: int = 1,
-) -> int | None:
-    """Return the bytes over all ranks of the float32 all-gathers of parameters in one optimizer step (closed form).
-
-    For each micro-batch FSDP gathers a block in the forward pass and again in the backward pass. Parameters outside
-    the blocks stay gathered in between, and from an evaluation to the next step.
-
-    Args:
-        strategy: Name of the strategy.
-        sizes: Elements outside the blocks, then of each block, frozen ones included, as from `block_sizes`.
-        world: Number of ranks.
-        micro_batches: Forward and backward passes of the step.
-        evaluated: Whether a forward pass without a backward pass came between the previous step and this one.
-        islands: Number of islands, for ``hsdp``; each gathers by itself.
-
-    Returns:
-        The bytes; None for replicas, which gather nothing.
-    """
-    if strategy_class(strategy).kind == "all_reduce":
-        return None
-    first, *blocks = sizes
-    islands = sharded_islands(strategy, islands)
-    gathered = micro_batches * (first + 2 * sum(blocks)) - evaluated * first
-    return islands * raw_bytes("all_gather", gathered, world // islands)
