@@ -27,7 +27,7 @@ DEBIAN = {
 }
 # The CPU build of torch has a local version and is not on PyPI; `===` keeps pip from taking it for the other.
 TORCH = {"cpu": "torch=={version}+cpu", "cuda": "torch==={version}"}
-OUTSIDE = ("dev", "trainer", "wandb")  # extras that no rule needs by default
+OUTSIDE = ("dev", "trainer")  # extras that no rule needs by default
 NOT_INSIDE = re.compile(r"torch\b|gradwire\b|snakemake")  # torch is locked by itself; Snakemake starts the image
 INSTALLER = "pip"  # it comes as a wheel too, and runs from it
 

@@ -14,7 +14,6 @@ EXTRAS = {  # names of imports; an extra may include others (pyproject.toml)
     ),
     "datasets": ("datasets", "huggingface_hub"),
     "trainer": ("accelerate",),
-    "wandb": ("wandb",),
 }
 
 

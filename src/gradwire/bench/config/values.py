@@ -108,9 +108,6 @@ class Training(Strict):
     dp_sampling: Literal["poisson", "shuffled"] = Field(
         "poisson", description="sampling of a private step; shuffled claims no amplification"
     )
-    log: Literal["tensorboard", "wandb"] = Field(
-        "tensorboard", description="where scalars go; wandb: to Weights & Biases as well"
-    )
     backend: Literal["auto", "nccl", "gloo"] = Field("auto", description="collectives; auto: nccl with a GPU per rank")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda with a GPU, else cpu")
 

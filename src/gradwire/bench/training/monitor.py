@@ -1,7 +1,7 @@
 """Displays of a running run: a progress bar or lines, ``progress.json``, scalars and a profile of some steps.
 
-Scalars are the columns of ``steps.parquet`` as train/…, bytes/… and time/…. They go to TensorBoard, and to Weights &
-Biases if ``--log wandb`` asks for it. The profile has one trace per rank, for TensorBoard and Perfetto.
+Scalars are the columns of ``steps.parquet`` as train/…, bytes/… and time/…, for TensorBoard. The profile has one trace
+per rank, for TensorBoard and Perfetto.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -22,7 +22,7 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile, schedule
 from tqdm import tqdm
 
-from gradwire.base.errors import BadInput, RunFault
+from gradwire.base.errors import RunFault
 from gradwire.base.files import whole, write_json, writing
 from gradwire.bench.progress import PROGRESS, duration, progress_text
 from gradwire.bench.training.settings import Settings
@@ -127,11 +127,9 @@ def progress(folder: Path, steps: int, start: int, world: World) -> Iterator[Cal
 
 UNLOGGED = ("step", "rank", "warmup", "profiled")
 
-Write = Callable[[Mapping[str, float], int], None]
-
 
 def tag(column: str) -> str:
-    """Return a column's name, which TensorBoard and Weights & Biases fold up to the slash."""
+    """Return a column's name, which TensorBoard folds up to the slash."""
     if column.endswith(("_ms", "_s")):
         return f"time/{column}"
     return f"bytes/{column}" if column.startswith("bytes_") else f"train/{column}"
@@ -144,38 +142,16 @@ def scalars(
     """Yield a function that logs a row's numbers at the row's ``step``; on ranks other than 0 it does nothing.
 
     Args:
-        settings: The run; what it has logged before is replaced.
+        settings: The run; its earlier event files are replaced.
         rows: Rows of the steps of earlier processes.
         world: The process group and this rank's position in it.
-    """
-    if world.rank != 0:
-        yield lambda row: None
-        return
-    wanted = [_tensorboard, _wandb] if settings.training.log == "wandb" else [_tensorboard]
-    with ExitStack() as stack:
-        writers = [stack.enter_context(writer(settings)) for writer in wanted]
-
-        def log(row: dict[str, Any]) -> None:
-            numbers = {
-                tag(name): value
-                for name, value in row.items()
-                if isinstance(value, (int, float)) and name not in UNLOGGED
-            }
-            for write in writers:
-                write(numbers, row["step"])
-
-        for row in rows:
-            log(row)
-        yield log
-
-
-@contextmanager
-def _tensorboard(settings: Settings) -> Iterator[Write]:
-    """Write event files.
 
     Raises:
         RunFault: If the disk is full or broken.
     """
+    if world.rank != 0:
+        yield lambda row: None
+        return
     from torch.utils.tensorboard import SummaryWriter
 
     folder = settings.output_dir / "logs" / "tensorboard"
@@ -183,14 +159,17 @@ def _tensorboard(settings: Settings) -> Iterator[Write]:
     with writing(folder):
         writer = SummaryWriter(log_dir=str(folder))
 
-    def write(numbers: Mapping[str, float], step: int) -> None:
+    def log(row: dict[str, Any]) -> None:
         with writing(folder):
-            for name, value in numbers.items():
-                writer.add_scalar(name, value, step)
+            for name, value in row.items():
+                if isinstance(value, (int, float)) and name not in UNLOGGED:
+                    writer.add_scalar(tag(name), value, row["step"])
 
     with _silent_thread():
         try:
-            yield write
+            for row in rows:
+                log(row)
+            yield log
         finally:
             with writing(folder):
                 writer.close()
@@ -205,29 +184,3 @@ def _silent_thread() -> Iterator[None]:
         yield
     finally:
         threading.excepthook = usual
-
-
-@contextmanager
-def _wandb(settings: Settings) -> Iterator[Write]:
-    """Write a run of Weights & Biases, whose own variables, such as ``WANDB_MODE``, apply.
-
-    Raises:
-        BadInput: If it cannot start a run, for want of a key or of a network.
-    """
-    import wandb
-
-    folder = settings.output_dir / "logs"
-    shutil.rmtree(folder / "wandb", ignore_errors=True)
-    folder.mkdir(parents=True, exist_ok=True)
-    project = os.environ.get("WANDB_PROJECT", "gradwire")
-    given = {"strategy": settings.strategy, "model": settings.model, "seed": settings.seed}
-    options = {"cell": settings.cell.flat(), "training": settings.training.model_dump(mode="json")}
-    quiet = wandb.Settings(console="off", x_disable_stats=True)
-    try:
-        made = wandb.init(
-            project=project, name=str(settings.output_dir), dir=folder, config=given | options, settings=quiet
-        )
-    except wandb.errors.Error as error:
-        raise BadInput(f"--log wandb: {error} Set WANDB_MODE=offline to log without an account.") from None
-    with made as run:
-        yield lambda numbers, step: run.log(dict(numbers), step=step)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 else:  # those of other packages included
     StrategyName = Literal[tuple(STRATEGIES.available())]
 
-UNIDENTIFYING = {"checkpoint_every", "keep_checkpoints", "keep_model_every", "log"}  # they change no result
+UNIDENTIFYING = {"checkpoint_every", "keep_checkpoints", "keep_model_every"}  # they change no result
 
 
 class CorpusOptions(Strict):
@@ -187,8 +186,8 @@ def settings_of(options: Options) -> Settings:
     """Build the settings from the flags.
 
     Raises:
-        BadInput: For an unknown compressor or option, JSON that is not an object, options that contradict each other or
-            the strategy, or a logger that is not installed.
+        BadInput: For an unknown compressor or option, JSON that is not an object, or options that contradict each other
+            or the strategy.
     """
     text = options.comm_config_json
     try:
@@ -205,8 +204,6 @@ def settings_of(options: Options) -> Settings:
     cell = Cell.parse(options.label or str(method), keys)
     cell.check_strategy(options.strategy)
     training = cell.own(options.training)
-    if training.log == "wandb" and find_spec("wandb") is None:
-        raise BadInput("--log wandb needs Weights & Biases: pip install 'gradwire[wandb]'.")
     check_private(training, cell, options.strategy)
     if options.simulated_ranks is not None:
         if options.verify_sync:
