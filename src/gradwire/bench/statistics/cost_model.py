@@ -74,7 +74,6 @@ class Fit:
         size = np.array([flow.bytes for _, _, flow in flows])
         wire = 8 / np.array([run.rate_of(flow) for _, run, flow in flows])  # seconds per byte
         n, m = len(keys), len(ops)
-        lines = np.arange(len(points))
         start = np.concatenate(
             [
                 [np.log(seconds[a == i].min() / 2) for i in range(n)],
@@ -83,24 +82,12 @@ class Fit:
             ]
         )
 
-        def terms(x: Array) -> tuple[Array, Array, Array, Array]:
-            alpha, host, link = np.exp(x[a]), np.exp(x[n + o]), wire * np.exp(x[n + m + o])
-            return alpha, host, link, np.hypot(host, link)
-
         def errors(x: Array) -> Array:
-            alpha, _, _, per_byte = terms(x)
-            expected = alpha + np.bincount(of, size * per_byte, len(points))
+            alpha, host, link = np.exp(x[a]), np.exp(x[n + o]), wire * np.exp(x[n + m + o])
+            expected = alpha + np.bincount(of, size * np.hypot(host, link), len(points))
             return np.concatenate([expected / seconds - 1, WEIGHT_OF_PRIOR * (x - start)])
 
-        def slopes(x: Array) -> Array:
-            alpha, host, link, per_byte = terms(x)
-            slope = np.zeros((len(points), len(x)))
-            slope[lines, a] = alpha / seconds
-            np.add.at(slope, (of, n + o), size * host**2 / per_byte / seconds[of])
-            np.add.at(slope, (of, n + m + o), size * link**2 / per_byte / seconds[of])
-            return np.concatenate([slope, WEIGHT_OF_PRIOR * np.eye(len(x))])
-
-        fitted = np.exp(least_squares(errors, start, slopes, loss="soft_l1", f_scale=0.1).x).tolist()
+        fitted = np.exp(least_squares(errors, start, "3-point", loss="soft_l1", f_scale=0.1).x).tolist()
         alpha = dict(zip(keys, fitted[:n], strict=True))
         host, factor = (dict(zip(ops, values, strict=True)) for values in (fitted[n : n + m], fitted[n + m :]))
         return cls(alpha, host, factor)
