@@ -96,7 +96,7 @@ def test_runs_for_times_only_are_short_dense_in_the_warm_up_alone_and_not_evalua
 @pytest.mark.parametrize(
     ("grids", "words"),
     [
-        ([{"links": ["20mbit"]}, LINKED], "fsdp2/none/ws2/20mbit/seed0 is asked for with two numbers of steps"),
+        ([{"links": ["20mbit"]}, LINKED], "two products ask for fsdp2/none/ws2/20mbit/seed0, with another `steps`"),
         ([{}, {**LINKED, "steps": 60}], "give fewer than the 60 of `training`"),
         (
             [{"compressors": ["none"]}, LINKED],
@@ -235,7 +235,7 @@ def test_a_bad_cell_is_reported_in_one_message(mapping, words):
         ),
         (
             {"grid": [{"strategies": ["ddp"], "simulated": True}, {"strategies": ["ddp"], "seeds": [1, 0]}]},
-            ["ddp/int8/ws2/none/seed0 is simulated in one product and not in another"],
+            ["two products ask for ddp/none/ws2/none/seed0, with another `steps` or `simulated`"],
         ),
     ],
 )

@@ -15,7 +15,7 @@ from gradwire.base.files import digest, read_yaml
 from gradwire.base.strict import Strict, checked
 from gradwire.base.units import UNSHAPED
 from gradwire.bench.config.cell import Cell, check_private
-from gradwire.bench.config.grid import Exclusion, Gradients, Grids, Run, Selection
+from gradwire.bench.config.grid import Exclusion, Gradients, Grid, Grids, Run, Selection
 from gradwire.bench.config.values import BASELINE, Count, ModelOption, Name, Training
 from gradwire.comm.topology import check_simulated, check_topology
 from gradwire.lm.data import sources
@@ -134,13 +134,27 @@ class Experiment(Strict):
         """The checked compressor settings by label."""
         return {label: Cell.parse(label, mapping) for label, mapping in self.compressors.items()}
 
+    def products(self) -> dict[Run, Grid]:
+        """The product of the grid that asks for each run, excluded ones included.
+
+        Raises:
+            BadInput: If a label is unknown, or two products ask for one run in two ways: they have one folder.
+        """
+        products: dict[Run, Grid] = {}
+        for product in self.grid:
+            for run in product.runs(self.compressors):
+                if run.compressor not in self.compressors:
+                    raise unknown("compressor in the grid", run.compressor, self.compressors)
+                first = products.setdefault(run, product)
+                if (first.simulated, first.steps) != (product.simulated, product.steps):
+                    raise BadInput(
+                        f"grid: two products ask for {run.path}, with another `steps` or `simulated`: omit it from one."
+                    )
+        return products
+
     def asked(self) -> list[Run]:
         """Every run of the grid once, including excluded ones."""
-        runs = dict.fromkeys(run for grid in self.grid for run in grid.runs(self.compressors))
-        for run in runs:
-            if run.compressor not in self.compressors:
-                raise unknown("compressor in the grid", run.compressor, self.compressors)
-        return list(runs)
+        return list(self.products())
 
     def training_of(self, run: Run) -> Training:
         """The training settings of a run.
@@ -164,12 +178,11 @@ class Experiment(Strict):
 
     def short(self) -> dict[Run, int]:
         """The runs for times only, with their numbers of steps."""
-        short = [grid for grid in self.grid if grid.steps is not None]
-        return {run: grid.steps for grid in short for run in grid.runs(self.compressors) if grid.steps is not None}
+        return {run: grid.steps for run, grid in self.products().items() if grid.steps is not None}
 
     def simulated(self) -> set[Run]:
         """The runs whose ranks take turns in one process."""
-        return {run for grid in self.grid if grid.simulated for run in grid.runs(self.compressors)}
+        return {run for run, grid in self.products().items() if grid.simulated}
 
     def excluded(self, run: Run) -> str | None:
         """The reason for leaving out ``run``, or None."""
@@ -229,49 +242,28 @@ def experiment(mapping: Mapping[str, Any]) -> Experiment:
         raise unknown("compressor in targets.relative_to", str(made.targets.relative_to), made.compressors)
     if made.gradients is not None and not made.gradient_runs(made.runs()):
         raise BadInput("gradients: `exclude` removes all selected runs.")
+    simulated = made.simulated()
+    for run in simulated:
+        check_simulated(run.strategy, run.link)
+    if simulated and made.timed:
+        raise BadInput("grid: simulated runs have no times: set timing: false, or omit `simulated`.")
     for run in made.runs():
         made.training_of(run).shared_out(run.world_size)
         check_topology(run.strategy, run.world_size, run.islands, run.link)
         cells[run.compressor].check_strategy(run.strategy)
         check_private(made.training, cells[run.compressor], run.strategy)
     check_one_topology(made.runs())
-    check_simulations(made)
     check_short(made)
     return made
-
-
-def check_simulations(experiment: Experiment) -> None:
-    """Check that simulated runs can be, and nobody asks for their times.
-
-    Raises:
-        BadInput: If one shards its model or has a link, is asked for with processes too, or if runs are timed.
-    """
-    simulated = experiment.simulated()
-    if any(grid.simulated and grid.steps is not None for grid in experiment.grid):
-        raise BadInput("grid: `steps` is for runs whose times are asked for, and simulated runs have none: omit one.")
-    for run in simulated:
-        check_simulated(run.strategy, run.link)
-    if simulated and experiment.timed:
-        raise BadInput("grid: simulated runs have no times: set timing: false, or omit `simulated`.")
-    twice = {run for grid in experiment.grid if not grid.simulated for run in grid.runs(experiment.compressors)}
-    if twice := twice & simulated:
-        raise BadInput(
-            f"grid: {min(run.path for run in twice)} is simulated in one product and not in another: they have one "
-            "folder, so omit it from one of them."
-        )
 
 
 def check_short(experiment: Experiment) -> None:
     """Check that runs for times only are short, and that others give them their perplexities.
 
     Raises:
-        BadInput: If they are not, or a label has none, or a run is asked for with two numbers of steps.
+        BadInput: If they are not, or a label has none.
     """
     short, whole = experiment.short(), experiment.training.steps
-    for grid in experiment.grid:
-        for run in grid.runs(experiment.compressors):
-            if short.get(run) != grid.steps:
-                raise BadInput(f"grid: {run.path} is asked for with two numbers of steps: remove one of them.")
     evaluated = {run.compressor for run in experiment.runs() if run not in short}
     for run, steps in short.items():
         if steps >= whole:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from gradwire.attribution.options import PROJECTION, GradType, Projection, RowOptions
 from gradwire.base.errors import BadInput, unknown
@@ -130,6 +130,12 @@ class Grid(Strict):
         description="optimizer steps of runs for times only, fewer than `training.steps`: they are not evaluated, "
         "have no dense steps after the warm-up, and take the perplexities of the other runs with their labels",
     )
+
+    @model_validator(mode="after")
+    def _runs_for_times_have_processes(self) -> Self:
+        if self.simulated and self.steps is not None:
+            raise ValueError("`steps` is for runs whose times are asked for, and simulated runs have none: omit one")
+        return self
 
     def runs(self, labels: Iterable[str]) -> list[Run]:
         """Every run of the product, with the labels of all cells in ``labels``."""
