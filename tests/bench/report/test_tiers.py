@@ -1,4 +1,4 @@
-"""Quality from another experiment, the tier table, and the bytes at the interfaces, on rows of a known law."""
+"""Quality from another experiment, and the tier table, on rows of a known law."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import math
 
 import pytest
-from links_rows import ALPHA, COMPUTE, FACTOR, LABELS, experiment, row
+from links_rows import ALPHA, COMPUTE, LABELS, experiment, row
 
 from gradwire.base.errors import BadInput
 from gradwire.base.files import write_json
@@ -14,7 +14,7 @@ from gradwire.bench.report.rows.quality import PerplexityReference, differences,
 from gradwire.bench.report.rows.record import Result
 from gradwire.bench.report.tables.cells import cells_of
 from gradwire.bench.report.tables.summary import summary
-from gradwire.bench.report.tables.tiers import backend_factors, ceilings, tiers
+from gradwire.bench.report.tables.tiers import ceilings, tiers
 from gradwire.cli import main
 
 WORSE = {"none": 0.0, "bf16-native": 0.1, "exchange": 0.0, "int8": 0.4, "int4": 3.2, "powersgd": 12.0}
@@ -187,44 +187,19 @@ def test_without_a_shaped_link_there_is_no_tier_table():
     assert tiers(experiment(links=("none",)), PerplexityReference.of("Q", quality_rows())) == ""
 
 
-def test_the_backend_s_factors_are_found_and_explain_the_interface_bytes(page):
-    rows = [one for one in experiment() if one.bytes_interface_total]
-    assert backend_factors(rows) == pytest.approx(FACTOR, rel=1e-4)
-    odd = rows[0].model_copy(update={"bytes_interface_total": 3 * rows[0].bytes_interface_total})
-    assert backend_factors([odd, *rows[1:]]) == pytest.approx(FACTOR, rel=0.02)
-    shown = tables(page)["Bytes at the interfaces"]
-    assert len(shown) == len(rows)
-    assert {one["rest"].lstrip("+-") for one in shown} == {"0.0 %"}
-    scattered = next(one for one in shown if (one["strategy"], one["compressor"]) == ("fsdp2", "none"))
-    assert scattered["sent by"] == "reduce_scatter + all_gather"
-    assert float(scattered["quotient"]) == pytest.approx((4 * 2.07 + 7 * 1.05) / 11, abs=6e-4)
-
-
-def test_cables_between_islands_have_a_table_of_their_own():
-    """The ceiling of hsdp there is by the bytes between islands, that of flat shards by all of them."""
+def test_the_ceiling_of_hsdp_is_by_the_bytes_between_islands_and_that_of_flat_shards_by_all():
     cables = {"link": "between-100mbit", "islands": 2, "bytes_interface_total": None}
-    flat = cables | {"bytes_interface_between_total": 7_000_001}
-    hsdp = cables | {"strategy": "hsdp", "bytes_between_total": 2_000_000, "bytes_interface_between_total": 2_050_000}
+    hsdp = cables | {"strategy": "hsdp", "bytes_between_total": 2_000_000}
     rows = []
     for label, ratio in (("none", 1.0), ("int8", 3.5)):
         made = row("fsdp2", label, "100mbit")
-        rows.append(made.model_copy(update=flat))
+        rows.append(made.model_copy(update=cables))
         rows.append(made.model_copy(update=hsdp | {"compression_ratio_between_steady": ratio}))
-    text = tiers(rows, PerplexityReference.of("Q", []))
-    assert "Bytes at the interfaces" not in text
-    sharded, _, islands, _ = tables(text)["Bytes between islands"]
-    assert (sharded["strategy"], sharded["islands"], sharded["MB counted"], sharded["MB interface"]) == (
-        "fsdp2",
-        "2",
-        "–",
-        "7.000",
-    )
-    assert (islands["strategy"], islands["MB counted"], islands["quotient"]) == ("hsdp", "2.000", "1.025")
     fewer = {
         name: one["bytes ×"]
-        for name, found in tables(text).items()
-        for one in found
-        if one["compressor"] == "int8" and "bytes ×" in one
+        for name, of in tables(tiers(rows, PerplexityReference.of("Q", []))).items()
+        for one in of
+        if one["compressor"] == "int8"
     }
     assert fewer["hsdp, W = 2, between-100mbit"] == "3.50"
     assert 1 < float(fewer["fsdp2, W = 2, between-100mbit"]) < 1.5

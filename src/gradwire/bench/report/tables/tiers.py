@@ -1,4 +1,4 @@
-"""Speed-ups on slow links by loss of quality, and the bytes at the ranks' interfaces.
+"""Speed-ups on slow links by loss of quality.
 
 For experiments with links. Speeds are those of its own cells, qualities those of a `PerplexityReference`.
 """
@@ -10,32 +10,26 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
-from textwrap import fill
 from typing import Any
-
-import numpy as np
 
 from gradwire.base.units import UNSHAPED
 from gradwire.bench.config import BASELINE
 from gradwire.bench.report.rows.checks import Gate, listed, machine
 from gradwire.bench.report.rows.quality import PerplexityReference, Quality, cell_key, qualities
 from gradwire.bench.report.rows.record import Result
-from gradwire.bench.report.tables.cells import COMPRESSOR, LINK, SEEDS, STRATEGY, WORLD, WORSE
+from gradwire.bench.report.tables.cells import COMPRESSOR, SEEDS, WORSE
 from gradwire.bench.report.tables.table import (
     MISSING,
     SPREAD,
     Column,
     markdown_of,
-    megabytes,
     milliseconds,
     spread,
-    text,
 )
 from gradwire.bench.statistics.seeds import Estimate
 from gradwire.comm.topology import between_islands, link_rate
 
 TIERS = (1, 5, 20)  # percent of perplexity above that of fp32
-WIDTH = 120
 
 TIER = (
     COMPRESSOR,
@@ -52,21 +46,6 @@ TIER = (
     Column("bytes ×", "fewer", "{:.2f}", base=BASELINE),
     Column("÷", "quotient", "{:.2f}", base=BASELINE),
 )
-SEED = Column("seed", "seed", "{:d}")
-SEEN = (megabytes("MB counted", "counted"), megabytes("MB interface", "seen"), Column("quotient", "quotient", "{:.3f}"))
-INTERFACES = (
-    STRATEGY,
-    WORLD,
-    COMPRESSOR,
-    LINK,
-    SEED,
-    text("sent by", "carriers"),
-    *SEEN,
-    Column("explained", "explained", "{:.3f}"),
-    Column("rest", "rest_percent", "{:+.1f}", " %"),
-)
-CABLES = (STRATEGY, WORLD, Column("islands", "islands", "{:d}"), COMPRESSOR, LINK, SEED, *SEEN)
-
 TIER_DEFINITIONS = f"""\
 Fastest first. `ppl`: perplexity above that of the same optimizer in every step (`{BASELINE}` for AdamW), paired by
 seed, the mean over n seeds: {SPREAD}.
@@ -77,15 +56,6 @@ times fewer bytes are sent (gradients and parameters, after the dense steps); `�
 `speed-up` of the step;
 `ceiling` is Amdahl's, (1 + m) / (1 + m / r) with m = transfer ÷ compute of `{BASELINE}` and r = `bytes ×`; `of it`,
 the share reached."""
-
-INTERFACE_DEFINITIONS = """\
-`counted`: gradients, the flag of each step and parameters, as bandwidth-optimal collectives would send them for the
-framework's own reduction. `interface`: what the ranks' own interfaces sent, protocol headers included. `quotient`:
-the second over the first; `explained`: the quotient by the backend's factors; `rest`: the remaining factor."""
-
-CABLE_DEFINITIONS = """\
-`counted`: gradients between islands, which are counted apart under `hsdp` only. `interface`: what the islands'
-interfaces sent, protocol headers and each step's scalars included. `quotient`: the second over the first."""
 
 
 Place = tuple[str, int, str, str]  # strategy, world size, link and machine
@@ -175,16 +145,10 @@ class Gain:
 
 
 def tiers(results: Sequence[Result], quality: PerplexityReference) -> str:
-    """The sections on quality tiers and interface bytes as Markdown; empty without a shaped link."""
+    """Format the sections on quality tiers as Markdown; empty without a shaped link."""
     ok = [row for row in results if row.status == "ok" and row.world_size > 1]
-    parts = []
-    if sections := [section(*item) for item in gains(ok, quality).items()]:
-        parts += ["## Quality tiers on links", TIER_DEFINITIONS, *sections]
-    if rows := [row for row in ok if row.bytes_interface_total is not None and counted(row)]:
-        parts += ["## Bytes at the interfaces", INTERFACE_DEFINITIONS, *interfaces(rows)]
-    if rows := [row for row in ok if row.bytes_interface_between_total is not None]:
-        parts += ["## Bytes between islands", CABLE_DEFINITIONS, cables(rows)]
-    return "\n\n".join(parts)
+    sections = [section(*item) for item in gains(ok, quality).items()]
+    return "\n\n".join(["## Quality tiers on links", TIER_DEFINITIONS, *sections]) if sections else ""
 
 
 def gains(ok: Sequence[Result], quality: PerplexityReference) -> dict[Place, list[Gain]]:
@@ -244,94 +208,6 @@ def byte_ratio(row: Result) -> float:
     ratio = row.compression_ratio_steady or row.compression_ratio
     sent = gradients / ratio if ratio else math.nan
     return quotient(gradients + parameters, sent + (row.bytes_parameters_total or 0))
-
-
-def counted(row: Result) -> dict[str, int]:
-    """The counted bytes of all ranks by collective: gradients, parameters, and the flag of each step."""
-    gradients = row.bytes_by_op or {row.gradient_op: row.bytes_compressed_total or 0}
-    flows = [
-        *gradients.items(),
-        ("all_reduce", row.bytes_agreement_total),
-        (row.parameter_op, row.bytes_parameters_total),
-    ]
-    totals: dict[str, int] = {}
-    for op, sent in flows:
-        if sent:
-            totals[op] = totals.get(op, 0) + sent
-    return totals
-
-
-def interfaces(rows: Sequence[Result]) -> list[str]:
-    """The backend's factors, and the table of counted and interface bytes.
-
-    Factors are per link: on a fast link, packets that leave together share headers until they are sent.
-    """
-    by_link: defaultdict[str, list[Result]] = defaultdict(list)
-    for row in rows:
-        by_link[row.link].append(row)
-    links = sorted(by_link, key=link_rate, reverse=True)
-    factors = {link: backend_factors(by_link[link]) for link in links}
-    ratios = "; ".join(
-        f"{link}: " + ", ".join(f"{op} {factor:.3f}" for op, factor in sorted(factors[link].items())) for link in links
-    )
-    records = []
-    for row in sorted(rows, key=shown_order):
-        by_op, seen = counted(row), row.bytes_interface_total or 0
-        sent = sum(by_op.values())
-        explained = sum(factors[row.link][op] * of for op, of in by_op.items()) / sent
-        gathers = [row.parameter_op] if row.bytes_parameters_total else []
-        records.append(
-            {
-                **row.run._asdict(),
-                "carriers": " + ".join([*(row.bytes_by_op or [row.gradient_op]), *gathers]),
-                "counted": sent,
-                "seen": seen,
-                "quotient": seen / sent,
-                "explained": explained,
-                "rest_percent": 100 * (seen / sent / explained - 1),
-            }
-        )
-    return [
-        fill(f"Interface over counted bytes by collective, fitted to these cells, headers included: {ratios}.", WIDTH),
-        markdown_of(records, INTERFACES),
-    ]
-
-
-def cables(rows: Iterable[Result]) -> str:
-    """The table of counted and interface bytes between islands."""
-    records = []
-    for row in sorted(rows, key=lambda row: (*shown_order(row), row.islands)):
-        seen, sent = row.bytes_interface_between_total or 0, row.bytes_between_total
-        records.append({**row.run._asdict(), "counted": sent, "seen": seen, "quotient": quotient(seen, sent or 0)})
-    return markdown_of(records, CABLES)
-
-
-def shown_order(row: Result) -> tuple[str, int, float, str, int]:
-    """The order of runs in a table of bytes."""
-    return row.strategy, row.world_size, -link_rate(row.link), row.compressor, row.seed
-
-
-def backend_factors(rows: Sequence[Result]) -> dict[str, float]:
-    """Fit the bytes that interfaces send per counted byte of a collective: the cost of the backend's algorithm.
-
-    For example, gloo's reduce-scatter is an all-reduce and sends twice the necessary bytes. The fit is robust and
-    uses relative errors, so that a single outlier does not distort it.
-    """
-    from scipy.optimize import least_squares
-
-    sent = [counted(row) for row in rows]
-    seen = np.array([row.bytes_interface_total for row in rows], dtype=np.float64)
-    ops = sorted({op for by_op in sent for op in by_op})
-    shares = np.array([[by_op.get(op, 0) for op in ops] for by_op in sent]) / seen[:, None]
-    carried = shares.max(0) > 0.01  # below 1 % of the bytes everywhere, a factor cannot be determined
-    fitted = least_squares(
-        lambda factors: shares[:, carried] @ factors + shares[:, ~carried].sum(1) - 1,
-        np.ones(carried.sum()),
-        bounds=(0, np.inf),
-        loss="soft_l1",
-        f_scale=0.01,
-    )
-    return dict.fromkeys(ops, 1.0) | dict(zip(np.array(ops)[carried].tolist(), fitted.x.tolist(), strict=True))
 
 
 def mean(values: Iterable[float | None]) -> float:
