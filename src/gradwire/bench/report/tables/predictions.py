@@ -1,8 +1,4 @@
-"""Predictions as tables: the fastest label at a world size and bandwidth, crossovers, the fit, and its errors.
-
-The **regret** of a choice is how much more the chosen label costs than the best one, both as measured: what it costs to
-believe the predictions.
-"""
+"""Predictions as tables: the fastest label at a world size and bandwidth, crossovers, the fit, and its errors."""
 
 from __future__ import annotations
 
@@ -146,14 +142,12 @@ def predictions(
     """
     parts = [*machines(chosen), DEFINITIONS]
     resampled = list(model.resampled(RESAMPLES))
-    known = {}
     for strategy in dict.fromkeys(measurement.strategy for measurement in model.measurements):
         finished = [row for row in rows if row.strategy == strategy and row.status == "ok"]
-        known[strategy] = Qualities.of([row for row in chosen if row.strategy == strategy], finished, reference)
-        parts += steps(model, strategy, finished, known[strategy], place, memory)
+        quality = Qualities.of([row for row in chosen if row.strategy == strategy], finished, reference)
+        parts += steps(model, strategy, finished, quality, place, memory)
         parts += crossovers([model, *resampled], strategy, place)
-    left_out = leave_one_link_out(model.measurements)
-    return "\n\n".join([*parts, *fit(model), *errors(left_out, rows), *regret(choices(left_out, known))])
+    return "\n\n".join([*parts, *fit(model), *errors(leave_one_link_out(model.measurements), rows)])
 
 
 def records(model: Model, place: Place) -> list[dict[str, Any]]:
@@ -272,65 +266,6 @@ def _median(values: Iterable[float]) -> float:
     """The median of what is not NaN, which is not measured."""
     known = [value for value in values if not math.isnan(value)]
     return median(known) if known else math.nan
-
-
-class Choice(NamedTuple):
-    """The label chosen for a goal on a link that the predictions did not see.
-
-    Attributes:
-        strategy: The data-parallel strategy.
-        link: The link.
-        goal: A limit of perplexity, or a target.
-        chosen: The label that is best as predicted.
-        best: The label that is best as measured.
-        regret: How much more the chosen label costs than the best one, as measured; 0.1 is 10 % more.
-    """
-
-    strategy: str
-    link: str
-    goal: str
-    chosen: str
-    best: str
-    regret: float
-
-
-def choices(left_out: Sequence[LeftOut], known: Mapping[str, Qualities]) -> list[Choice]:
-    """The choices on each link, made from measurements on the others.
-
-    Args:
-        left_out: Each measured cell with its predicted step.
-        known: The qualities of each strategy's labels.
-    """
-    cells: defaultdict[tuple[str, str], defaultdict[str, list[LeftOut]]] = defaultdict(lambda: defaultdict(list))
-    for run in left_out:
-        cells[run.measurement.strategy, run.measurement.link][run.measurement.label].append(run)
-    made = []
-    for (strategy, link), of_link in cells.items():
-        seeds = set.intersection(*({run.measurement.seed for run in runs} for runs in of_link.values()))
-        pairs = {label: [run for run in runs if run.measurement.seed in seeds] for label, runs in of_link.items()}
-        by_label = {label: runs for label, runs in pairs.items() if runs}
-        costs = known[strategy].costs
-        predicted = costs({label: fmean(run.step for run in runs) for label, runs in by_label.items()})
-        measured = costs({label: fmean(run.measurement.step for run in runs) for label, runs in by_label.items()})
-        for goal, of_label in measured.items():
-            chosen, best = (min(by, key=by.__getitem__) for by in (predicted[goal], of_label))
-            made.append(Choice(strategy, link, goal, chosen, best, of_label[chosen] / of_label[best] - 1))
-    return made
-
-
-def regret(made: Sequence[Choice]) -> list[str]:
-    """The costs of choosing by predictions, on links that they did not see; nothing without perplexities."""
-    if not made:
-        return []
-    costs = [choice.regret for choice in made]
-    lines = [[*choice[:-1], f"{100 * choice.regret:.1f} %"] for choice in made]
-    return [
-        "## What a choice by these predictions costs",
-        "Regret: how much longer the chosen label's step, or its time to a target, is than the best one's, "
-        "both measured.\n"
-        f"Median {100 * median(costs):.1f} %, maximum {100 * max(costs):.1f} %.",
-        markdown(lines, ["strategy", "link", "goal", "chosen", "best", "regret"], left=(0, 1, 2, 3, 4)),
-    ]
 
 
 def compute_seconds(rows: Iterable[Result]) -> float | None:
