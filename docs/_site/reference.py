@@ -35,6 +35,7 @@ PYTHON = {
     ),
     "Library: compressors": (
         "gradwire.comm.compressors.base",
+        "gradwire.comm.compressors.driver",
         "gradwire.comm.compressors.sparse",
         "gradwire.comm.compressors.rounds",
         "gradwire.comm.compressors.registry",

@@ -11,8 +11,8 @@ from samples import METHODS, generator, normal, scattered
 
 from gradwire.base.errors import BadInput
 from gradwire.comm.compressors import build, kernels
-from gradwire.comm.compressors.base import Compressor
-from gradwire.comm.compressors.segments import Segments
+from gradwire.comm.compressors.driver import Driver
+from gradwire.comm.compressors.segments import Buffers, Segments
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -65,8 +65,8 @@ def test_a_launch_for_many_tensors_has_the_bits_of_one_for_each(name, options, a
             values[segments[5].start + 3] = float("inf")
         bad.zero_()
         flags = torch.zeros_like(bad)
-        module.encode_many(compressor, values, segments, wire, drawn, bad, fed)
-        Compressor._encode_each(compressor, values, segments, again, each, flags, None if fed is None else kept)
+        module.encode_many(compressor, Buffers(values, segments, wire, drawn, bad, fed))
+        Driver.encode_each(compressor, Buffers(values, segments, again, each, flags, None if fed is None else kept))
         sound = [segment for segment, flag in zip(segments, flags, strict=True) if not flag]
         assert torch.equal(bad != 0, flags != 0)
         for segment in sound:

@@ -22,7 +22,7 @@ from gradwire.comm.collectives.ops import Group
 from gradwire.comm.collectives.plan import FLOAT32, Plan
 from gradwire.comm.collectives.queue import run
 from gradwire.comm.compressors import build
-from gradwire.comm.compressors.base import Onto
+from gradwire.comm.compressors.driver import Onto
 from gradwire.comm.reduction import encoding_of
 
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from gradwire.comm.collectives.layout import Layout, Piece
 from gradwire.comm.compressors import build
-from gradwire.comm.compressors.base import Compressor, Onto
+from gradwire.comm.compressors.base import Compressor
+from gradwire.comm.compressors.driver import Onto
 from gradwire.comm.compressors.segments import Segment, Segments
 from gradwire.comm.reduction import Exempt
 

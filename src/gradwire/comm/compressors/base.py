@@ -1,61 +1,31 @@
 """The base of compressors: options as typed data, and a pair of functions between a tensor and its bytes.
 
-A method implements `to_wire`, `from_wire` and `wire_bytes` in plain torch; that is its definition. The checks that all
-methods share are here, once, and so is the choice between that plain form and a fused one (`kernels/`).
-
-A caller with many tensors in one buffer makes a table of them once and calls the compressor once in a step::
-
-    segments = Segments.of(compressor, [(run.start, form), ...])  # encodings follow each other in the message
-    flags = torch.zeros(len(segments), dtype=torch.uint8)
-    wire, segments = compressor.encode_many(
-        flat, segments, message, generators=generators, flags=flags, residual=residual
-    )
-    ...  # exchange; received: uint8 [ranks, b], the ranks' messages in the order of the sum
-    compressor.decode_add(received, segments, total, onto="zero")
-
-``message``, ``residual`` and ``total`` are the caller's and may be used again in the next step.
+A method implements `to_wire`, `from_wire` and `wire_bytes` in plain torch; that is its definition, and says with `use`
+and `unbiased` what it is for. Everything else has a default here. `driver` has the calls that reductions make, `rounds`
+the second form of methods that a native collective can sum.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from pydantic.fields import FieldInfo
+from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import pad
 
-from gradwire.base.errors import BadInput, NonFiniteGradient, unknown
 from gradwire.base.flags import COUNT
-from gradwire.comm.compressors import kernels
-from gradwire.comm.compressors.rounds import Context, RoundCost, Rounds, State
-from gradwire.comm.compressors.segments import Segments
+from gradwire.comm.compressors.driver import Driver
+from gradwire.comm.compressors.rounds import Reducible
+from gradwire.comm.compressors.segments import Shape as Shape
+from gradwire.comm.compressors.segments import numel as numel
 
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # keeps the division exact for denormal blocks, and zeros at zero
 
-Shape = int | tuple[int, ...]
 Count = Annotated[int, Field(**COUNT.limits)]  # a type of options
-Onto = Literal["sum", "zero", "blank"]
 Block = Annotated[int, Field(ge=1, le=2**24)]  # likewise, of elements: the plain forms fill up the last block
-
-
-def numel(shape: Shape) -> int:
-    """Number of elements of a tensor of ``shape``."""
-    return shape if isinstance(shape, int) else math.prod(shape)
-
-
-def check_buffer(what: str, buffer: Tensor, least: int, dtype: torch.dtype | None = None) -> None:
-    """Refuse a buffer of segments that is not a vector, or of another type, too small, or not contiguous if written."""
-    fits = buffer.is_floating_point() if dtype is None else buffer.dtype == dtype and buffer.is_contiguous()
-    if buffer.ndim != 1 or buffer.numel() < least or not fits:
-        raise ValueError(
-            f"the {what} of segments take a vector of at least {least} elements of {dtype or 'a float type'}, "
-            f"not {buffer.dtype} of shape {tuple(buffer.shape)}"
-        )
 
 
 def as_numbers(wire: Tensor, dtype: torch.dtype) -> Tensor:
@@ -69,27 +39,7 @@ def quotient(x: Tensor, number: float) -> Tensor:
     return x / x.new_full((), number)
 
 
-def bad_option(name: str, fields: Mapping[str, FieldInfo], error: ValidationError) -> BadInput:
-    """The first complaint of pydantic as one message: the option, what was given, what is allowed."""
-    complaint = error.errors()[0]
-    option = ".".join(map(str, complaint["loc"]))
-    message = complaint["msg"].removeprefix("Value error, ")
-    if not option:
-        return BadInput(f"{name}: {message}.")
-    allowed = bounds(option, fields[option]) if option in fields else ""
-    return BadInput(f"{name} option {option!r} is {complaint['input']!r}: {message}{allowed}.")
-
-
-def bounds(option: str, field: FieldInfo) -> str:
-    """The range of an option that has two bounds, such as `` (0 < density <= 1)``; nothing for others."""
-    signs = {"gt": "<", "ge": "<=", "lt": "<", "le": "<="}
-    limits = [(kind, getattr(limit, kind)) for limit in field.metadata for kind in signs if hasattr(limit, kind)]
-    low = [f"{value} {signs[kind]}" for kind, value in limits if kind[0] == "g"]
-    high = [f"{signs[kind]} {value}" for kind, value in limits if kind[0] == "l"]
-    return f" ({low[0]} {option} {high[0]})" if low and high else ""
-
-
-class Compressor(BaseModel, ABC):
+class Compressor(Driver, Reducible, ABC):
     """Base of all compressors: frozen, and its fields are the method's options.
 
     An encoding is self-contained: who has the bytes and the shape can decode it. The wire is little-endian.
@@ -98,246 +48,32 @@ class Compressor(BaseModel, ABC):
         BadInput: If an option is unknown, or has a value that it does not take.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
     name: ClassVar[str]
     use: ClassVar[str] = ""
     """When to take it, in a sentence."""
     overflow: ClassVar[float] = math.inf
     """The smallest magnitude that the wire can no longer carry as a finite number."""
-    linear: ClassVar[bool] = False
-    """Whether `rounds` gives what one worker with the mean would get: then ``algorithm: auto`` prefers them."""
-
-    def __init__(self, **options: Any) -> None:
-        kind = type(self)
-        name = kind.name if isinstance(kind.name, str) else kind.__name__  # that of a chain needs its members
-        for option in options.keys() - kind.model_fields.keys():
-            raise unknown(f"{name} option", option, kind.model_fields)
-        try:
-            super().__init__(**options)
-        except ValidationError as error:
-            raise bad_option(name, kind.model_fields, error) from None
 
     @property
     def unbiased(self) -> bool:
         """Whether the expectation of ``decode(encode(x))`` is ``x``; declared here, checked by the tests."""
         return False
 
-    @property
-    def has_rounds(self) -> bool:
-        """Whether a native collective can reduce it, through `rounds`."""
-        return type(self).rounds is not Compressor.rounds
+    @abstractmethod
+    def wire_bytes(self, shape: Shape) -> int | None:
+        """Exact size of an encoding in bytes; None only where it depends on the data."""
 
-    def encode(self, x: Tensor, *, generator: torch.Generator | None = None, flag: Tensor | None = None) -> Tensor:
-        """All bytes that travel for ``x``.
+    @abstractmethod
+    def to_wire(self, x: Tensor, generator: torch.Generator | None) -> Tensor:
+        """Encode ``x``, a contiguous float32 vector or matrix: uint8 [b], contiguous, on the same device."""
 
-        Args:
-            x: Float vector or matrix of any float type, on any device, contiguous or not.
-            generator: Source of randomness on x's device; methods without randomness ignore it. The global random
-                state is never touched.
-            flag: uint8 [1] on x's device, set to 1 if ``x`` holds a value that is not finite or becomes so on the wire
-                (fp16 beyond 65,519). Nothing synchronises for that, and the bytes decode to something not finite.
-
-        Returns:
-            uint8 [wire_bytes], contiguous, on x's device. It may share memory with ``x``.
-
-        Raises:
-            NonFiniteGradient: Without ``flag``, where the flag would be set.
-            ValueError: If ``x`` is not a float vector or matrix.
-        """
-        if x.ndim not in (1, 2) or not x.is_floating_point():
-            raise ValueError(f"{self.name} encodes float vectors and matrices, not {x.dtype} of shape {tuple(x.shape)}")
-        wire, bad = self.coded(x.detach().to(torch.float32).contiguous(), generator)
-        self._report(bad, flag)
-        return wire
-
-    def decode(self, wire: Tensor, shape: Shape) -> Tensor:
-        """The tensor that ``wire`` represents.
-
-        Args:
-            wire: uint8 [b] as `encode` made it, on any device.
-            shape: Shape of the encoded tensor.
-
-        Returns:
-            float32 of ``shape`` on the wire's device. It may share memory with ``wire``.
-
-        Raises:
-            ValueError: If these bytes cannot be an encoding of that shape.
-        """
-        expected = self.wire_bytes(shape)
-        if wire.dtype != torch.uint8 or wire.ndim != 1 or expected not in (None, wire.numel()):
-            raise ValueError(
-                f"invalid payload: {wire.numel()} elements of {wire.dtype} cannot encode shape {shape} by {self.name}, "
-                f"which takes {'a vector of' if expected is None else expected} bytes (uint8)"
-            )
-        return self.decoded(wire, (shape,) if isinstance(shape, int) else tuple(shape)).view(shape)
-
-    def encode_many(
-        self,
-        values: Tensor,
-        segments: Segments,
-        wire: Tensor | None = None,
-        *,
-        generators: Sequence[torch.Generator | None] | None = None,
-        flags: Tensor | None = None,
-        residual: Tensor | None = None,
-    ) -> tuple[Tensor, Segments]:
-        """`encode` for all tensors of a buffer, with the same bytes and the same draws.
-
-        A method need not define it: this form calls `encode` for one tensor after the other where there is no fused
-        form. With ``residual`` it is a step of `feedback.Feedback` with a float32 residual, bit for bit: what is
-        encoded is ``residual + values``, what was not sent becomes the residual, and a flagged tensor's becomes 0.
-
-        Args:
-            values: Float vector of at least ``segments.numel`` elements, on any device.
-            segments: The positions of the tensors in it, and of their encodings in the wire.
-            wire: uint8 vector of at least ``segments.nbytes``, contiguous, on the values' device; a new one by default.
-                No other bytes of it change. Of no use where a size depends on the data.
-            generators: A source of randomness for each tensor, as in `encode`.
-            flags: uint8 [tensors], as in `encode`.
-            residual: float32, contiguous, each tensor's residual at the position of the tensor in ``values``; changed
-                in place.
-
-        Returns:
-            The wire and the segments; where a size depends on the data, a wire of all encodings one after the other,
-            and the segments placed in it.
-
-        Raises:
-            NonFiniteGradient: Without ``flags``, where one would be set.
-            ValueError: If a buffer is of a wrong type or too small.
-        """
-        check_buffer("values", values, segments.numel)
-        values = values.detach().to(torch.float32).contiguous()
-        if wire is None:
-            wire = torch.empty(segments.nbytes or 0, dtype=torch.uint8, device=values.device)
-        check_buffer("wire", wire, segments.nbytes or 0, torch.uint8)
-        if residual is not None:
-            check_buffer("residual", residual, segments.numel, torch.float32)
-        given = generators or [None] * len(segments)
-        if len(given) != len(segments):
-            raise ValueError(f"{self.name}: {len(given)} generators for {len(segments)} segments")
-        if flags is not None and flags.shape != (len(segments),):
-            raise ValueError(f"{self.name}: the flags of {len(segments)} segments have shape {tuple(flags.shape)}")
-        bad = torch.zeros(len(segments), dtype=torch.uint8, device=values.device)
-        encode_many = kernels.find(self, values.device).encode_many
-        if encode_many and segments.fixed:
-            encode_many(self, values, segments, wire, given, bad, residual)
-        else:
-            wire, segments = self._encode_each(values, segments, wire, given, bad, residual)
-        self._report(bad, flags)
-        return wire, segments
-
-    def decode_add(self, wire: Tensor, segments: Segments, out: Tensor, *, onto: Onto = "sum") -> None:
-        """`decode` all tensors of a message into a buffer, or add them to it, with no tensor between.
-
-        A method need not define it.
-
-        Args:
-            wire: uint8 [b], contiguous, as `encode_many` made it, on any device; or [messages, b], for several that
-                are added one after the other, which reads and writes ``out`` once.
-            segments: The positions of the encodings in a message, and of the tensors in ``out``.
-            out: float32, contiguous, of at least ``segments.numel`` elements; others do not change.
-            onto: What the first message's tensors are added to: what ``out`` holds, a ``sum`` that began at ``zero``;
-                ``zero``, so that a -0.0 becomes 0.0 as in any sum from 0; or nothing: a ``blank`` buffer takes the
-                very values. Only ``sum`` reads ``out``, and it must not hold a -0.0.
-
-        Raises:
-            ValueError: If the bytes cannot be encodings of those shapes, or a buffer is of a wrong type or too small.
-        """
-        if segments.nbytes is None:
-            raise ValueError(f"{self.name}: the sizes depend on the data; take the segments that encode_many returned")
-        wires = wire if wire.ndim == 2 and wire.is_contiguous() else wire.unsqueeze(0)
-        check_buffer("wire", wires[0] if len(wires) else wire, segments.nbytes, torch.uint8)
-        check_buffer("sum", out, segments.numel, torch.float32)
-        decode_add = kernels.find(self, wire.device).decode_add
-        if decode_add and segments.fixed:
-            decode_add(self, wires, segments, out, onto)
-        else:
-            self._decode_each(wires, segments, out, onto)
-
-    def coded(self, x: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
-        """`to_wire` in its fastest form for x's device, and whether x is not representable (bool or integer, [1])."""
-        fused = kernels.find(self, x.device).encode(self, x, generator)
-        return fused or (self.to_wire(x, generator), self.not_representable(x))
-
-    def decoded(self, wire: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """`from_wire` in its fastest form for the wire's device."""
-        fused = kernels.find(self, wire.device).decode(self, wire, shape)
-        return self.from_wire(wire, shape) if fused is None else fused
-
-    def _encode_each(
-        self,
-        values: Tensor,
-        segments: Segments,
-        wire: Tensor,
-        generators: Sequence[torch.Generator | None],
-        bad: Tensor,
-        residual: Tensor | None,
-    ) -> tuple[Tensor, Segments]:
-        """`encode_many` by `encode`."""
-        wires = []
-        for segment, generator, flag in zip(segments, generators, bad.split(1), strict=True):
-            x = values[segment.elements] if residual is None else residual[segment.elements] + values[segment.elements]
-            wires.append(self.encode(x.view(segment.form), generator=generator, flag=flag))
-            if residual is not None:
-                sent = self.decode(wires[-1], segment.form).view(-1)
-                torch.sub(x, sent, out=residual[segment.elements]).masked_fill_(flag.to(torch.bool), 0)
-        if not segments.fixed:
-            return torch.cat([wire[:0], *wires]), segments.placed(encoding.numel() for encoding in wires)
-        for segment, encoding in zip(segments, wires, strict=True):
-            wire[segment.bytes] = encoding
-        return wire, segments
-
-    def _decode_each(self, wires: Tensor, segments: Segments, out: Tensor, onto: Onto) -> None:
-        """`decode_add` by `decode`."""
-        for message in wires:
-            for segment in segments:
-                self._put(self.decode(message[segment.bytes], segment.form).view(-1), out[segment.elements], onto)
-            onto = "sum"
-
-    @staticmethod
-    def _put(value: Tensor, part: Tensor, onto: Onto) -> None:
-        """Add a decoded tensor to its part of the buffer, or set the part to it."""
-        if onto == "sum":
-            part += value
-        elif onto == "zero":
-            torch.add(value, 0.0, out=part)
-        else:
-            part.copy_(value)
-
-    def _report(self, bad: Tensor, flags: Tensor | None) -> None:
-        """Set the flags, or raise, for what is not representable."""
-        if flags is not None:
-            flags.logical_or_(bad)
-        elif bad.any():
-            raise NonFiniteGradient(
-                f"{self.name}: the gradient holds NaN or a magnitude of {self.overflow:g} or more, "
-                f"which its wire cannot carry"
-            )
-
-    def not_representable(self, x: Tensor) -> Tensor:
-        """Whether ``x`` holds NaN or a magnitude of at least `overflow`: bool []."""
-        if not x.numel():
-            return torch.zeros((), dtype=torch.bool, device=x.device)
-        return self._outside(*torch.aminmax(x))
-
-    def rows_not_representable(self, x: Tensor) -> Tensor:
-        """The same for each row of a matrix: bool [rows]."""
-        if len(x) == 1 or not x.numel():
-            return self.not_representable(x).expand(len(x))
-        return self._outside(x.amin(1), x.amax(1))  # on a CPU ten times as fast as aminmax by rows
-
-    def _outside(self, low: Tensor, high: Tensor) -> Tensor:
-        """Whether extremes, which are NaN where any value is, fail the comparison."""
-        return torch.logical_and(low > -self.overflow, high < self.overflow).logical_not_()
+    @abstractmethod
+    def from_wire(self, wire: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Decode to float32 with as many elements as ``shape`` has."""
 
     def compresses(self, shape: Shape) -> bool:
         """Whether the method encodes a tensor of that shape; if not, it is sent as float32, which is not larger."""
         return True
-
-    @abstractmethod
-    def wire_bytes(self, shape: Shape) -> int | None:
-        """Exact size of an encoding in bytes; None only where it depends on the data."""
 
     def index_bytes(self, wire: Tensor, shape: Shape) -> int:
         """Bytes of ``wire`` that encode the places of the sent values; 0 for a method that sends every place."""
@@ -349,55 +85,6 @@ class Compressor(BaseModel, ABC):
         ``wire`` is an encoding, which is looked into only where the number depends on the data.
         """
         return None
-
-    @abstractmethod
-    def to_wire(self, x: Tensor, generator: torch.Generator | None) -> Tensor:
-        """Encode ``x``, a contiguous float32 vector or matrix: uint8 [b], contiguous, on the same device."""
-
-    @abstractmethod
-    def from_wire(self, wire: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Decode to float32 with as many elements as ``shape`` has."""
-
-    def new_state(self, shape: Shape, seed: int) -> State:
-        """The state of `rounds` for one parameter between steps; the caller owns it, and checkpoints it."""
-        return {}
-
-    def elementwise(self, shape: Shape) -> bool:
-        """Whether `rounds` treats each element of such a tensor by itself, without a state: it may be given several
-        tensors as one vector.
-        """
-        return False
-
-    def stacks(self, shape: Shape) -> bool:
-        """Whether `rounds` takes several matrices of ``shape`` as [b, n, m], with their states stacked."""
-        return False
-
-    def rounds(self, x: Tensor, state: State, context: Context) -> Rounds:
-        """Reduce ``x`` over the ranks by native collectives (see `gradwire.comm.compressors.rounds`).
-
-        Args:
-            x: float32 of ``context.shape``, contiguous; not to be changed, as it may be the gradient itself.
-            state: As `new_state` made it; changed in place.
-            context: The same on all ranks.
-
-        Returns:
-            The approximation of the mean over the ranks, and this rank's own contribution to it (what error feedback
-            subtracts), both float32 of ``context.shape``.
-        """
-        raise NotImplementedError(f"{self.name} has no form that a native collective can reduce")
-
-    def round_cost(self, shape: Shape, step: int | None = None) -> RoundCost:
-        """Bytes of the tensors that one rank hands over in `rounds`, by how they travel.
-
-        Args:
-            shape: Shape of the parameter.
-            step: Steps that this compressor has made, for methods whose first ones differ; None is any later one.
-        """
-        raise NotImplementedError(f"{self.name} has no form that a native collective can reduce")
-
-    def round_bytes(self, shape: Shape, step: int | None = None) -> int:
-        """All of `round_cost`."""
-        return sum(self.round_cost(shape, step))
 
 
 class Quantizer(Compressor):

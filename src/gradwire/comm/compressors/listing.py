@@ -102,13 +102,14 @@ def shown(value: Any) -> str:
 
 def kind(method: type[Compressor]) -> str:
     """The method's role in a chain, and whether a native collective can reduce it."""
-    from gradwire.comm.compressors.base import Compressor, Quantizer
+    from gradwire.comm.compressors.base import Quantizer
     from gradwire.comm.compressors.rotation import Rotation
+    from gradwire.comm.compressors.rounds import Reducible
     from gradwire.comm.compressors.sparse import Sparsifier
 
     kinds = {"sparsifier": Sparsifier, "rotation": Rotation, "quantizer": Quantizer}
     roles = [name for name, base in kinds.items() if issubclass(method, base)] or ["alone"]
-    return ", ".join([*roles, *(["rounds"] if method.rounds is not Compressor.rounds else [])])
+    return ", ".join([*roles, *(["rounds"] if method.rounds is not Reducible.rounds else [])])
 
 
 def taken(option: dict[str, Any]) -> str:

@@ -8,7 +8,8 @@ from itertools import accumulate
 
 import torch
 
-from gradwire.comm.compressors.base import Compressor, Onto
+from gradwire.comm.compressors.base import Compressor
+from gradwire.comm.compressors.driver import Onto
 from gradwire.comm.compressors.segments import Segments
 
 MOST = 2**14  # elements of a tensor

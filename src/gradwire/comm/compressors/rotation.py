@@ -7,15 +7,15 @@ ships no bytes, and keeps lengths: a quantizer's squared error is the same befor
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from gradwire.comm.compressors import kernels
-from gradwire.comm.compressors.base import Compressor, Onto, Quantizer, Shape, as_numbers, numel
-from gradwire.comm.compressors.segments import Segments
+from gradwire.comm.compressors.base import Compressor, Quantizer, Shape, as_numbers, numel
+from gradwire.comm.compressors.driver import Onto, put
+from gradwire.comm.compressors.segments import Buffers, Segments
 
 
 # Why: docs/decisions.md, "A rotation is a chain's first member, like a sparsifier".
@@ -106,16 +106,9 @@ class Rotated(Compressor):
         """`from_wire` in its fastest form."""
         return self.rotation.rotated(self.quantizer.decoded(wire, (numel(shape),)))
 
-    def _encode_each(
-        self,
-        values: Tensor,
-        segments: Segments,
-        wire: Tensor,
-        generators: Sequence[torch.Generator | None],
-        bad: Tensor,
-        residual: Tensor | None,
-    ) -> tuple[Tensor, Segments]:
+    def encode_each(self, buffers: Buffers) -> tuple[Tensor, Segments]:
         """Rotate all tensors, then the quantizer's `encode_many`."""
+        values, segments, wire, generators, bad, residual = buffers
         end = segments.numel
         given = values[:end] if residual is None else residual[:end] + values[:end]
         rotated = self.rotation.rotated_many(given, segments)
@@ -127,12 +120,12 @@ class Rotated(Compressor):
                 torch.sub(given[elements], sent[elements], out=residual[elements]).masked_fill_(flag.to(torch.bool), 0)
         return wire, segments if segments.fixed else segments.placed(segment.size or 0 for segment in placed)
 
-    def _decode_each(self, wires: Tensor, segments: Segments, out: Tensor, onto: Onto) -> None:
+    def decode_each(self, wires: Tensor, segments: Segments, out: Tensor, onto: Onto) -> None:
         """The quantizer's `decode_add`, then turn all tensors back."""
         for message in wires:
             values = self._decoded_many(message, vectors(segments), segments)
             for segment in segments:
-                self._put(values[segment.elements], out[segment.elements], onto)
+                put(values[segment.elements], out[segment.elements], onto)
             onto = "sum"
 
     def _decoded_many(self, wire: Tensor, placed: Segments, segments: Segments) -> Tensor:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Generator
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 from torch import Tensor
+
+from gradwire.comm.compressors.segments import Shape
 
 State = dict[str, Tensor]
 
@@ -73,3 +75,57 @@ class RoundCost(NamedTuple):
 
 
 Rounds = Generator[Ask, Tensor, tuple[Tensor, Tensor]]
+
+
+class Reducible:
+    """The members of a compressor whose messages a native collective can reduce; without `rounds` there is no such."""
+
+    name: ClassVar[str]
+    linear: ClassVar[bool] = False
+    """Whether `rounds` gives what one worker with the mean would get: then ``algorithm: auto`` prefers them."""
+
+    @property
+    def has_rounds(self) -> bool:
+        """Whether a native collective can reduce it, through `rounds`."""
+        return type(self).rounds is not Reducible.rounds
+
+    def new_state(self, shape: Shape, seed: int) -> State:
+        """The state of `rounds` for one parameter between steps; the caller owns it, and checkpoints it."""
+        return {}
+
+    def elementwise(self, shape: Shape) -> bool:
+        """Whether `rounds` treats each element of such a tensor by itself, without a state: it may be given several
+        tensors as one vector.
+        """
+        return False
+
+    def stacks(self, shape: Shape) -> bool:
+        """Whether `rounds` takes several matrices of ``shape`` as [b, n, m], with their states stacked."""
+        return False
+
+    def rounds(self, x: Tensor, state: State, context: Context) -> Rounds:
+        """Reduce ``x`` over the ranks by native collectives (see `gradwire.comm.compressors.rounds`).
+
+        Args:
+            x: float32 of ``context.shape``, contiguous; not to be changed, as it may be the gradient itself.
+            state: As `new_state` made it; changed in place.
+            context: The same on all ranks.
+
+        Returns:
+            The approximation of the mean over the ranks, and this rank's own contribution to it (what error feedback
+            subtracts), both float32 of ``context.shape``.
+        """
+        raise NotImplementedError(f"{self.name} has no form that a native collective can reduce")
+
+    def round_cost(self, shape: Shape, step: int | None = None) -> RoundCost:
+        """Bytes of the tensors that one rank hands over in `rounds`, by how they travel.
+
+        Args:
+            shape: Shape of the parameter.
+            step: Steps that this compressor has made, for methods whose first ones differ; None is any later one.
+        """
+        raise NotImplementedError(f"{self.name} has no form that a native collective can reduce")
+
+    def round_bytes(self, shape: Shape, step: int | None = None) -> int:
+        """All of `round_cost`."""
+        return sum(self.round_cost(shape, step))

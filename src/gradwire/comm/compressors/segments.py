@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple, Protocol, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 T = TypeVar("T")
+Shape: TypeAlias = int | tuple[int, ...]
+
+
+def numel(shape: Shape) -> int:
+    """Number of elements of a tensor of ``shape``."""
+    return shape if isinstance(shape, int) else math.prod(shape)
 
 
 class Encoder(Protocol):
@@ -111,3 +117,24 @@ class Segments:
     def rows(self) -> list[tuple[int, ...]]:
         """The rows of the kernels' table: of each tensor start, elements, first byte and bytes."""
         return [(segment.start, segment.numel, segment.at, segment.size or 0) for segment in self]
+
+
+class Buffers(NamedTuple):
+    """The arguments of one call that encodes, after their checks.
+
+    Attributes:
+        values: float32 vector, contiguous.
+        segments: The positions of the tensors in it, and of their encodings in the wire.
+        wire: uint8 vector, contiguous; only the encodings' bytes are written.
+        generators: A source of randomness for each tensor.
+        bad: uint8 [tensors], zeros, set where a tensor is not representable.
+        residual: float32, laid out as the values and added to them; then what was not sent, and 0 where a tensor is
+            bad. None: there is no error feedback.
+    """
+
+    values: Tensor
+    segments: Segments
+    wire: Tensor
+    generators: Sequence[torch.Generator | None]
+    bad: Tensor
+    residual: Tensor | None

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gradwire.base.errors import BadInput
 from gradwire.comm.compressors.methods import FAMILIES
-from gradwire.comm.compressors.segments import Segment, Segments
+from gradwire.comm.compressors.segments import Buffers, Segment, Segments
 
 OLDEST = (8, 0)  # compute capability that Triton compiles for
 
@@ -44,9 +44,8 @@ class Kernel:
 
     Attributes:
         covers: ``(method) -> bool``: whether there is a fused form for these options.
-        encode_many: ``(method, values, segments, wire, generators, bad, residual)``, as `Compressor.encode_many`, for
-            sizes that the shape gives. It sets ``bad`` (uint8, zeros [tensors]) where a tensor is not representable,
-            whose bytes may differ from the plain form's but still decode to something not finite.
+        encode_many: ``(method, buffers)``, as `Compressor.encode_many`, for sizes that the shape gives. The bytes of a
+            tensor that is not representable may differ from the plain form's but still decode to something not finite.
         decode_add: ``(method, wires, segments, out, onto)``, as `Compressor.decode_add`, for uint8 [messages, b].
         pick: ``(method, x, generator) -> (head, values, bad)``, as `Sparsifier.pick`, and whether x is not
             representable (bool [1]).
@@ -70,7 +69,7 @@ class Kernel:
             return None
         wire = torch.empty(size, dtype=torch.uint8, device=x.device)
         bad = torch.zeros(1, dtype=torch.uint8, device=x.device)
-        self.encode_many(method, x.view(-1), alone(method, shape), wire, [generator], bad, None)
+        self.encode_many(method, Buffers(x.view(-1), alone(method, shape), wire, [generator], bad, None))
         return wire, bad
 
     def decode(self, method: Method, wire: Tensor, shape: tuple[int, ...]) -> Tensor | None:

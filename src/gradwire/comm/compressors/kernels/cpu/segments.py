@@ -8,7 +8,7 @@ number in them need be aligned.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gradwire.comm.compressors.kernels.cpu import compiled
 from gradwire.comm.compressors.philox import draw_seeds
-from gradwire.comm.compressors.segments import Segments
+from gradwire.comm.compressors.segments import Buffers, Segments
 
 START, NUMEL, AT, SIZE = range(4)  # columns of the table; a method's own numbers follow
 CHUNK = 4096  # elements, about
@@ -167,17 +167,9 @@ class Segmented:
         self._decode_all = decoder or bound(decode_all, method, decode=decode)
         self._settings, self._chunk, self._draws, self._row = settings, chunk, draws, row
 
-    def encode_many(
-        self,
-        method: Any,
-        values: Tensor,
-        segments: Segments,
-        wire: Tensor,
-        generators: Sequence[torch.Generator | None],
-        bad: Tensor,
-        residual: Tensor | None,
-    ) -> None:
+    def encode_many(self, method: Any, buffers: Buffers) -> None:
         """See `gradwire.comm.compressors.kernels`."""
+        values, segments, wire, generators, bad, residual = buffers
         settings, table, chunk = self._plan(method, segments)
         count = len(segments)
         seeds = draw_seeds(generators, HERE, method.name).numpy() if self._draws(method) else np.zeros(count, np.int64)

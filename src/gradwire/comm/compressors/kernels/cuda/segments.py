@@ -9,7 +9,7 @@ divisor of all places in memory, and below 4 numbers travel byte by byte.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gradwire.comm.compressors.philox import ROUNDS, draw_seeds
-from gradwire.comm.compressors.segments import Segments
+from gradwire.comm.compressors.segments import Buffers, Segments
 
 TILE = 4096
 PHILOX_ROUNDS = tl.constexpr(ROUNDS)
@@ -203,22 +203,14 @@ class Segmented:
         self._encode, self._decode, self._head, self._draws = encode, decode, head, draws
         self._encoding, self._decoding, self._finish = encoding, decoding, finish
 
-    def encode_many(
-        self,
-        method: Any,
-        values: Tensor,
-        segments: Segments,
-        wire: Tensor,
-        generators: Sequence[torch.Generator | None],
-        bad: Tensor,
-        residual: Tensor | None,
-    ) -> None:
+    def encode_many(self, method: Any, buffers: Buffers) -> None:
         """See `gradwire.comm.compressors.kernels`; error feedback takes two launches and a decoding."""
+        values, segments, wire, _, bad, residual = buffers
         if residual is None:
-            self._encode_all(method, values, segments, wire, generators, bad)
+            self._encode_all(method, buffers)
             return
         launch(add, segments, TILE, values, residual)
-        self._encode_all(method, residual, segments, wire, generators, bad)
+        self._encode_all(method, buffers._replace(values=residual))
         self._decode_one(method, wire, segments, residual, "less")
         launch(drop, segments, TILE, bad, residual)
 
@@ -227,16 +219,9 @@ class Segmented:
         for message, wire in enumerate(wires):
             self._decode_one(method, wire, segments, out, "sum" if message else onto)
 
-    def _encode_all(
-        self,
-        method: Any,
-        x: Tensor,
-        segments: Segments,
-        wire: Tensor,
-        generators: Sequence[torch.Generator | None],
-        bad: Tensor,
-    ) -> None:
-        """Encode all tensors of ``x`` in one launch, and run `finish`."""
+    def _encode_all(self, method: Any, buffers: Buffers) -> None:
+        """Encode all tensors in one launch, and run `finish`."""
+        x, segments, wire, generators, bad, _ = buffers
         seeds = draw_seeds(generators, x.device, method.name) if self._draws(method) else bad
         options = self._encoding(method, x)
         align = self._alignment(method, segments, x, wire)
