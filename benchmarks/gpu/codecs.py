@@ -16,13 +16,12 @@ from gpu.part import DEVICE, SMALL, Part, Row, run, synchronize
 from gpu.workers import Ranks, alone
 
 from gradwire.bench.codecs.cases import CHAINS, VARIANTS, Case, cases, torch_cases
-from gradwire.bench.codecs.verb import times
+from gradwire.bench.codecs.verb import measure
 from gradwire.comm.compressors import build, registry
 from gradwire.comm.compressors.segments import Segments
 from gradwire.lm.models import causal
 
 SIZES = (2**12, 2**14) if SMALL else (2**20, 2**24, 2**28)
-REPEATS = {2**20: 25, 2**24: 15, 2**28: 7}
 DETERMINISTIC = ("int8", "onebit", "signsgd")
 FUSED = (*DETERMINISTIC, "qsgd")
 TARGETS = {name: 1.3 if name in DETERMINISTIC else 1.6 for name in FUSED}
@@ -52,7 +51,8 @@ def timed_cases(numel: int) -> dict[str, Case]:
 
 def timed(_: None, name: str, numel: int) -> Row:
     """Time one case."""
-    result = times([timed_cases(numel)[name]], torch.device(DEVICE), numel, 2 if SMALL else REPEATS[numel], 0, [])
+    seconds = 1e-3 if SMALL else 0.2
+    result = measure([timed_cases(numel)[name]], torch.device(DEVICE), numel, seconds)
     (record,) = result["records"]
     if record["error"]:
         raise RuntimeError(record["error"])

@@ -1,1 +1,1 @@
-"""The verb ``bench compressors``: one file per part of it."""
+"""The subcommand ``bench compressors``: one file per part of it."""
