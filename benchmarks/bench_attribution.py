@@ -24,10 +24,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
+from scipy.stats import spearmanr
 
 from gradwire.attribution.store import store
 from gradwire.base.files import read_object, write_json
-from gradwire.bench.judge import lds
 from gradwire.lm.data.shards import Shards
 
 PEERS = ("bergson==2.5.0", "kronfluence==1.0.1")
@@ -46,6 +46,7 @@ LLAMA = {
     "tie_word_embeddings": True,
 }
 GRADWIRE = (sys.executable, "-c", "from gradwire.cli import entry; entry()")
+LDS = Path(__file__).with_name("attribution") / "lds.py"
 BERGSON = "from bergson.__main__ import main; main()"
 TO_DATASET = """
 import json, sys
@@ -151,7 +152,7 @@ def prepare(folder: Path, python: str) -> None:
     measured(run, (*GRADWIRE, "train", "--data_path", rows, "--output_dir", run, *training))
     recipe = ("--model", json.dumps(LLAMA), "--steps", 60, "--batch_size", 16, "--seed", 1, "--methods", "dot")
     asked = ("--queries", QUERIES, "--subsets", SUBSETS, "--output_dir", folder / "trained")
-    subprocess.run([*map(str, (*GRADWIRE, "grads", "lds", "--data_path", data, *recipe, *asked))], check=True)
+    subprocess.run([*map(str, (sys.executable, LDS, "--data_path", data, *recipe, *asked))], check=True)
     for model in (run / "final_model", folder / "trained/model"):
         lengthened(model)
     for name, shards, split, count in (
@@ -253,7 +254,8 @@ def compare_scores(folder: Path, tools: Sequence[str]) -> None:
     print(f"\n| scores | Pearson's correlation with {tools[-1]} | LDS |\n|:--|--:|--:|")
     for tool, matrix in matrices.items():
         equal = np.corrcoef(matrix.ravel(), matrices[tools[-1]].ravel())[0, 1]
-        score = lds.correlations(members @ matrix, -losses).mean()
+        sums = members @ matrix
+        score = np.mean([spearmanr(sums[:, query], -losses[:, query]).statistic for query in range(QUERIES)])
         print(f"| {tool} | {equal:.6f} | {score:.3f} |")
 
 

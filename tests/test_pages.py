@@ -63,8 +63,8 @@ ELSEWHERE = {  # first line of a block: what runs it
     "gradwire launch --world_size 2 -- train --data_path train.jsonl --output_dir warmup \\": (
         "tests/attribution/collect/test_less.py"
     ),
-    "gradwire grads lds --data_path tokens/shards --max_samples 250 --steps 60 --batch_size 16 --dim 2048"
-    " --output_dir judged": "tests/bench/judge/test_attribution.py, with fewer trainings",
+    "python benchmarks/attribution/lds.py --data_path tokens/shards --max_samples 250 --steps 60 --batch_size 16"
+    " --dim 2048 --output_dir judged": "tests/benchmarks/test_attribution.py, with fewer trainings",
 }
 COLLECT = "grads collect --model_dir run/final_model --data_path tokens/shards --projection factored"
 BEFORE = {  # page: commands

@@ -38,10 +38,6 @@ VERBS = {
     ),
     "grads less": Verb("gradwire.bench.grads_less", "select training data for validation data, as LESS does"),
     "grads factors": Verb("gradwire.attribution.collect.factors", "compute the curvature for gradients of type ekfac"),
-    "grads lds": Verb(
-        "gradwire.bench.judge.lds", "judge attribution methods by trainings on random subsets of the samples"
-    ),
-    "grads recall": Verb("gradwire.bench.judge.recall", "judge attribution methods by samples that were planted"),
     "grads run": Verb("gradwire.bench.grads_run", "collect, aggregate and validate in one call"),
     "norms": Verb("gradwire.attribution.collect.norms", "compute the norm of every sample's gradient"),
     "compressors": Verb("gradwire.comm.compressors.listing", "list compressors and their options"),

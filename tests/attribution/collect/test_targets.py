@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from argparse import Namespace
 from itertools import accumulate, pairwise
 
 import pyarrow.parquet as pq
@@ -17,7 +16,6 @@ from gradwire import cli
 from gradwire.attribution.collect.rows import RowMaker
 from gradwire.attribution.persample import hooks, loop, vmap
 from gradwire.attribution.store import store
-from gradwire.bench.judge import recall
 from gradwire.lm.data import shards, sources
 from gradwire.lm.data.batches import IGNORED, collate, train_batches
 from gradwire.lm.data.chats import PLAIN
@@ -428,23 +426,6 @@ def test_damaged_weights_are_refused(made, tmp_path):
         torch.save({**table, "weights": weights}, tmp_path / "shard-00000.pt")
         with pytest.raises(shards.BadInput, match=message):
             shards.table(tmp_path, opened.meta, 0)
-
-
-def test_planted_copies_have_the_targets_and_weights_of_their_query(made, tmp_path):
-    train, val = (Shards(made[1], split) for split in ("train", "val"))
-    queries = len(val) // 2
-    planted = recall.plant(train, val, 5, Namespace(seed=0, queries=queries, copies=2, documents=3))
-    recall.write(tmp_path / "data" / "shards", train, 5, planted)
-    found, weighted = all_samples(tmp_path / "data" / "shards"), 0
-    for number in range(2 * queries):
-        weighted += val[number].weights is not None
-        for id_ in (f"query/{number}", f"{recall.KINDS[number // queries]}/{number}/1"):
-            assert torch.equal(weights_of(found[id_]), weights_of(val[number]))
-            assert flags_of(found[id_]) == flags_of(val[number])
-    for at in range(5):
-        assert torch.equal(weights_of(found[train[at].sample_id]), weights_of(train[at]))
-        assert flags_of(found[train[at].sample_id]) == flags_of(train[at])
-    assert weighted
 
 
 def weights_of(sample):
