@@ -9,16 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pandas as pd
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.patches import Patch
-from matplotlib.text import Annotation
 from matplotlib.ticker import FuncFormatter
-from matplotlib.transforms import Bbox
 
 from gradwire.base.units import UNSHAPED
 from gradwire.bench.config import BASELINE
@@ -31,7 +26,6 @@ from gradwire.bench.report.page.style import (
     fills,
     group_title,
     heading,
-    legend,
     logarithmic,
     panels,
 )
@@ -45,10 +39,6 @@ COSTS = {
 }
 NARROW = 2.0  # a ratio of costs below which their axis shows more than them
 LARGE = 10.0  # percent: larger differences are drawn on a logarithmic scale
-AROUND = [  # where a name may be: points from its point, and the side of it that is there
-    *((x, y, side, height) for y, height in ((4, "bottom"), (-4, "top")) for x, side in ((5, "left"), (-5, "right"))),
-    *((x, y, side, "center") for y in (0, 14, -14) for x, side in ((8, "left"), (-8, "right"))),
-]
 Points = list[tuple[float, float]]  # seconds and perplexity
 
 
@@ -80,47 +70,10 @@ def front(cost: np.ndarray, worse: np.ndarray) -> np.ndarray:
     return order[first]
 
 
-def name_points(ax: Axes, points: np.ndarray, names: Mapping[int, str]) -> None:
-    """Write names next to points where they cover no other name and the fewest points; call it when the axes are final.
-
-    Args:
-        ax: The axes.
-        points: All points ``[points, 2]`` in the axes' units.
-        names: By index of a point, the most important first; one without room is left out, as the legend has it.
-    """
-    ax.autoscale_view()
-    renderer = FigureCanvasAgg(ax.get_figure(root=True)).get_renderer()
-    within = ax.get_window_extent(renderer)
-    marks = ax.transData.transform(points)
-    taken: list[Bbox] = []
-    for i, name in names.items():
-        label = ax.annotate(
-            name, points[i], xytext=(0, 0), textcoords="offset points", fontsize=style.SMALL, color=style.INK
-        )
-        room: list[tuple[int, int, tuple[int, int, str, str], Bbox]] = []
-        for place in AROUND:
-            box = _placed(label, *place).get_window_extent(renderer)
-            inside = within.contains(*box.min) and within.contains(*box.max)
-            if inside and not box.padded(2).count_overlaps(taken):
-                room.append((sum(box.padded(3).contains(*mark) for mark in marks), len(room), place, box))
-        if not room:
-            label.remove()
-            continue
-        *_, place, box = min(room)
-        _placed(label, *place)
-        taken.append(box)
-
-
-def _placed(label: Annotation, x: float, y: float, side: str, height: str) -> Annotation:
-    """Move a name to a place of `AROUND`."""
-    label.set(position=(x, y), ha=side, va=height)
-    return label
-
-
 def draw(cost: str, group: Group, cells: pd.DataFrame, runs: pd.DataFrame, looks: Mapping[str, Look]) -> Plot:
     """One group's front."""
     column, label = COSTS[cost]
-    figure, ax = axes(group_title(*group), label, "perplexity above its optimizer's, %")
+    chart, ax = axes(group_title(*group), label, "perplexity above its optimizer's, %")
     x, y = cells[column].to_numpy(), cells["worse_percent"].to_numpy()
     best = front(-cells["speed_up"].to_numpy() if cost == "time" else x, y)  # speed-ups are paired by seed
 
@@ -135,13 +88,12 @@ def draw(cost: str, group: Group, cells: pd.DataFrame, runs: pd.DataFrame, looks
     tall = cells.dropna(subset="worse_percent_low")
     ax.hlines(wide["worse_percent"], wide[f"{column}_low"], wide[f"{column}_high"], colours(wide), lw=1)
     ax.vlines(tall[column], tall["worse_percent_low"], tall["worse_percent_high"], colours(tall), lw=1)
-    tips, handles = {}, []
     for i, cell in enumerate(cells.to_dict("records")):
-        look, gid = looks[cell["compressor"]], f"point{i}"
+        look = looks[cell["compressor"]]
         face = look.colour if i in best else style.PAPER
-        (handle,) = ax.plot(x[i], y[i], color=look.colour, marker=look.marker, mfc=face, mew=1.3, ls="none", gid=gid)
-        handles.append(handle)
-        tips[gid] = f"{cell['compressor']}: {y[i]:+.2f} %, {x[i]:,.4g} {label}, n = {cell['n']}"
+        (point,) = ax.plot(x[i], y[i], color=look.colour, marker=look.marker, mfc=face, mew=1.3, ls="none")
+        chart.handles[cell["compressor"]] = point
+        chart.tip(point, f"{cell['compressor']}: {y[i]:+.2f} %, {x[i]:,.4g} {label}, n = {cell['n']}")
     if np.abs(y).max() > LARGE:
         ax.set_yscale("symlog", linthresh=1, linscale=0.6)
     ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:+g}" if value else "0"))
@@ -151,11 +103,9 @@ def draw(cost: str, group: Group, cells: pd.DataFrame, runs: pd.DataFrame, looks
     if x.max() < NARROW * x.min():  # costs that hardly differ look so
         middle, half = (x.min() * x.max()) ** 0.5, NARROW**0.5
         ax.set_xlim(middle / half, middle * half)
-    legend(figure, handles, cells["compressor"].tolist())
-    name_points(ax, np.column_stack([x, y]), dict(zip(best.tolist(), cells["compressor"].iloc[best], strict=True)))
     names = ", ".join(cells["compressor"].iloc[best])
     alt = f"Pareto front of {group_title(*group)}: perplexity difference over {label}. On the front: {names}."
-    return Plot(f"pareto-{cost}-{group.slug}", alt, figure, tips)
+    return chart.plot(f"pareto-{cost}-{group.slug}", alt)
 
 
 def time_to_loss(cells: Sequence[Cell], looks: Mapping[str, Look]) -> Iterator[Drawing]:
@@ -171,23 +121,21 @@ def draw_curves(cells: Sequence[Cell], looks: Mapping[str, Look]) -> Plot:
     """One strategy and world size: on each link the baselines and the labels on the front."""
     place = cells[0].strategy, cells[0].world_size
     links = ordered(cell.link for cell in cells)
-    figure, all_axes = panels(len(links), "seconds of training", "validation perplexity")
-    handles: dict[str, Any] = {}
-    tips: dict[str, str] = {}
+    chart, all_axes = panels(len(links), "seconds of training", "validation perplexity")
     m = loads(cells)
     for ax, link in zip(all_axes, links, strict=True):
         lines = on_front({label: points for label, points in curves(cells, link).items() if points})
         for label, points in lines.items():
-            gid = f"line{len(tips)}"
-            (handles[label],) = ax.plot(*zip(*points, strict=True), **looks[label].line, ms=4, gid=gid)
-            tips[gid] = f"{label}, {named(link)}: " + ", ".join(f"{ppl:.4g} at {s:,.0f} s" for s, ppl in points)
+            (chart.handles[label],) = ax.plot(*zip(*points, strict=True), **looks[label].line, ms=4)
+            said = ", ".join(f"{ppl:.4g} at {s:,.0f} s" for s, ppl in points)
+            chart.tip(chart.handles[label], f"{label}, {named(link)}: {said}")
         ax.set_title(named(link) + (f", m = {m[link]:.3g}" if link in m and link != UNSHAPED else ""))
         logarithmic(ax, "x")
-    labels = [label for label in looks if label in handles]
-    legend(figure, [handles[label] for label in labels], labels)
-    heading(figure, group_title(*place))
-    alt = f"Perplexity over seconds on each link, {group_title(*place)}: {', '.join(labels)}."
-    return Plot(f"time-to-loss-{slug(place[0])}-ws{place[1]}", alt, figure, tips)
+    chart.handles = {label: chart.handles[label] for label in looks if label in chart.handles}
+    alt = f"Perplexity over seconds on each link, {group_title(*place)}: {', '.join(chart.handles)}."
+    made = chart.plot(f"time-to-loss-{slug(place[0])}-ws{place[1]}", alt)
+    heading(made.figure, group_title(*place))
+    return made
 
 
 def curves(cells: Sequence[Cell], link: str) -> dict[str, Points]:
@@ -220,7 +168,7 @@ def draw_map(cells: Sequence[Cell], looks: Mapping[str, Look]) -> Plot:
     targets = list(dict.fromkeys(target for cell in cells for target in cell.targets))
     m = loads(cells)
     title = f"{group_title(*place)}: the soonest at each target"
-    figure, ax = axes(title, "", "perplexity", height=0.42 * len(targets), left=1.1)
+    chart, ax = axes(title, "", "perplexity", height=0.42 * len(targets), left=1.1)
     ax.grid(visible=False)
     known = {
         (row, column): best
@@ -240,9 +188,9 @@ def draw_map(cells: Sequence[Cell], looks: Mapping[str, Look]) -> Plot:
     names = {link: link if link != UNSHAPED else "no limit" for link in links}
     ax.set_xticks(range(len(links)), [names[link] + (f"\nm = {m[link]:.3g}" if link in m else "") for link in links])
     ax.set_yticks(range(len(targets)), targets)
-    legend(figure, [Patch(**filled[label]) for label in labels], labels)
+    chart.handles = {label: Patch(**filled[label]) for label in labels}
     alt = f"The soonest label at each target on each link, {group_title(*place)}: {'; '.join(answers)}."
-    return Plot(f"soonest-{slug(place[0])}-ws{place[1]}", alt, figure, {})
+    return chart.plot(f"soonest-{slug(place[0])}-ws{place[1]}", alt)
 
 
 def soonest(cells: Sequence[Cell], link: str, target: str) -> tuple[str, float] | None:

@@ -18,7 +18,7 @@ import pandas as pd
 from gradwire.base.errors import BadInput
 from gradwire.base.files import digest, read_json
 from gradwire.bench.config import BASELINE
-from gradwire.bench.report.page import curves, fronts, ranks, speed
+from gradwire.bench.report.page import curves, fronts, speed
 from gradwire.bench.report.page.data import Content, Data, Failures, Section, section
 from gradwire.bench.report.page.style import Drawing, timed
 from gradwire.bench.report.rows.checks import finished, gates, listed, privacy, validations
@@ -228,7 +228,9 @@ def over_ranks(data: Data) -> Content:
         strategy: {label: of_label for label, of_label in labels.items() if len(of_label) > 1}
         for strategy, labels in costs.items()
     }
-    plots = [partial(ranks.draw, strategy, labels, data.looks) for strategy, labels in of_several.items() if labels]
+    plots = [
+        partial(curves.draw_ranks, strategy, labels, data.looks) for strategy, labels in of_several.items() if labels
+    ]
     absent = "no compressor has a perplexity at two world sizes, and that of its optimizer in every step"
     return {"plots": plots} if plots else absent
 

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from matplotlib.patches import Patch
-from matplotlib.ticker import FuncFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter
 from numpy.typing import NDArray
 
 from gradwire.base.units import UNSHAPED, rate_text
 from gradwire.bench.config import BASELINE
 from gradwire.bench.report.page import style
-from gradwire.bench.report.page.style import Drawing, Look, Plot, axes, fills, group_title, legend
+from gradwire.bench.report.page.style import Drawing, Look, Plot, axes, fills, group_title, over_worlds
 from gradwire.bench.report.tables.cells import Group, slug
 from gradwire.bench.statistics.cost_model import GRID, Model
 
@@ -62,26 +62,22 @@ def draw_step(group: Group, times: pd.DataFrame) -> Plot:
     longest = max(len(str(label)) for label in times.index)
     left_inches = min(0.25 + 0.075 * longest, style.WIDTH / 2)
     title, height = group_title(*group), 0.27 * len(times)
-    figure, ax = axes(title, "ms of the mean profiled step", "", height=height, left=left_inches)
+    chart, ax = axes(title, "ms of the mean profiled step", "", height=height, left=left_inches)
     ax.grid(visible=False, axis="y")
     left = pd.Series(0.0, times.index)
-    tips: dict[str, str] = {}
-    handles = {}
-    for number, (part, (colour, hatch)) in enumerate(STEP_PARTS.items()):
+    for part, (colour, hatch) in STEP_PARTS.items():
         values = times[part]
         if not (values > 0).any():
             continue
         look: dict[str, Any] = {"color": colour, "edgecolor": style.PAPER, "hatch": hatch, "lw": 0.5}
-        handles[part] = bars = ax.barh(range(len(times)), values, 0.7, left, **look)
+        chart.handles[part] = bars = ax.barh(range(len(times)), values, 0.7, left, **look)
         for bar, (label, value) in zip(bars, values.items(), strict=True):
-            bar.set_gid(f"bar{number}-{len(tips)}")
-            tips[str(bar.get_gid())] = f"{label}: {part} {value:,.1f} ms"
+            chart.tip(bar, f"{label}: {part} {value:,.1f} ms")
         left = left + values
     ax.set_yticks(range(len(times)), [str(label) for label in times.index])
     ax.set_ylim(len(times) - 0.5, -0.5)
-    legend(figure, [*handles.values()], [*handles])
     totals = "; ".join(f"{label} {total:,.0f} ms" for label, total in left.items())
-    return Plot(f"step-time-{group.slug}", f"Where a step's time goes, {title}: {totals}", figure, tips)
+    return chart.plot(f"step-time-{group.slug}", f"Where a step's time goes, {title}: {totals}")
 
 
 def scaling(runs: pd.DataFrame, looks: Mapping[str, Look]) -> Iterator[Drawing]:
@@ -102,32 +98,28 @@ def scaling(runs: pd.DataFrame, looks: Mapping[str, Look]) -> Iterator[Drawing]:
 def draw_scaling(strategy: str, link: str, runs: pd.DataFrame, looks: Mapping[str, Look]) -> Plot:
     """Draw tokens per second of one strategy on one link: single seeds as dots; means are joined."""
     title = group_title(strategy, link=link)
-    figure, ax = axes(title, "world size W", "tokens/s of all ranks", left=0.85)
+    chart, ax = axes(title, "world size W", "tokens/s of all ranks", left=0.85)
     worlds = np.array(sorted(runs["world_size"].unique()))
     of_base = runs[runs["compressor"] == BASELINE]
     base, alone = rates(of_base), of_base[of_base["world_size"] == 1]
-    handles: dict[str, Any] = {}
-    tips: dict[str, str] = {}
     if len(base):
         smallest = base.index[0]
-        (line,) = ax.plot(worlds, base.iloc[0] * worlds / smallest, color=style.MUTED, lw=1, ls=(0, (2, 2)))
-        handles[f"linear from W = {smallest}"] = line
+        linear = base.iloc[0] * worlds / smallest
+        (line,) = ax.plot(worlds, linear, color=style.MUTED, lw=1, ls=(0, (2, 2)))
+        chart.handles[f"linear from W = {smallest}"] = line
     for label, of_label in runs.groupby("compressor", sort=False):
         look, means = looks[str(label)], rates(of_label)
         if len(alone) and 1 not in of_label["world_size"].to_numpy():
             means = rates(pd.concat([alone, of_label]))
         ax.plot(of_label["world_size"], of_label["tokens_per_s"], ".", color=look.colour, ms=3, alpha=0.55, mew=0)
-        gid = f"line{len(tips)}"
-        (handles[str(label)],) = ax.plot(means.index, means, **look.line, gid=gid)
-        tips[gid] = f"{label}: " + ", ".join(f"W = {world}: {rate:,.0f}" for world, rate in means.items())
-    ax.set_xscale("log", base=2)
+        (line,) = ax.plot(means.index, means, **look.line)
+        chart.handles[str(label)] = line
+        chart.tip(line, f"{label}: " + ", ".join(f"W = {world}: {rate:,.0f}" for world, rate in means.items()))
+    over_worlds(ax, worlds)
     ax.set_ylim(bottom=0)
-    ax.set_xticks(worlds, [str(world) for world in worlds])
-    ax.xaxis.set_minor_locator(NullLocator())
     ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    legend(figure, [*handles.values()], [*handles])
-    alt = f"Tokens per second over world sizes, {title}: {', '.join(handles)}."
-    return Plot(f"scaling-{slug(strategy)}-{slug(link)}", alt, figure, tips)
+    alt = f"Tokens per second over world sizes, {title}: {', '.join(chart.handles)}."
+    return chart.plot(f"scaling-{slug(strategy)}-{slug(link)}", alt)
 
 
 def rates(runs: pd.DataFrame) -> pd.Series[float]:
@@ -153,7 +145,7 @@ def draw_winners(model: Model, strategy: str, labels: Collection[str], limit: st
     rates = GRID[(slowest <= GRID) & (GRID <= HIGHEST)][::4]
     steps = [[model.steps((strategy, label), world, rates, LATENCY)[1].min(0) for world in WORLDS] for label in labels]
     fastest = np.array(steps).argmin(0)  # index of a label, [worlds, rates]
-    figure, ax = axes(f"{group_title(strategy)}: {limit}", "bandwidth of each rank's link", "world size W")
+    chart, ax = axes(f"{group_title(strategy)}: {limit}", "bandwidth of each rank's link", "world size W")
     ax.grid(visible=False)
     x = np.log10(rates)
     edges = np.append(x, 2 * x[-1] - x[-2]) - (x[1] - x[0]) / 2
@@ -168,21 +160,20 @@ def draw_winners(model: Model, strategy: str, labels: Collection[str], limit: st
             middle = int(np.median(rows))
             centre = x[int(np.median(columns[rows == middle]))]
             ax.text(centre, middle, label, ha="center", va="center", fontsize=8, color=style.INK, bbox=style.LABEL_BOX)
-    handles: dict[str, Any] = {label: Patch(**filled[label]) for label in won}
+    chart.handles = {label: Patch(**filled[label]) for label in won}
     point_style: dict[str, Any] = {"color": style.INK, "mfc": style.PAPER, "ms": 7, "mew": 1.5, "ls": ""}
     for world, rate in points:
         limited = math.isfinite(rate)
         centre, marker = (math.log10(rate), "o") if limited else (x[-1], ">")
         (point,) = ax.plot(centre, WORLDS.index(world), marker=marker, clip_on=False, **point_style)
-        handles |= {"measured": point} if limited else {}
+        chart.handles |= {"measured": point} if limited else {}
     ax.set_xlim(edges[0], edges[-1])
     ax.set_ylim(-0.5, len(WORLDS) - 0.5)
     ticks = [power for power in range(4, 12) if edges[0] <= power <= edges[-1]]
     ax.set_xticks(ticks, [rate_text(10.0**power) for power in ticks])
     ax.set_yticks(range(len(WORLDS)), [str(world) for world in WORLDS])
-    legend(figure, [*handles.values()], [*handles])
     alt = f"Fastest compressor over bandwidth and world size, {strategy}, {limit}: {', '.join(won)}."
-    return Plot(f"winners-{slug(strategy)}-{slug(limit)}", alt, figure, {})
+    return chart.plot(f"winners-{slug(strategy)}-{slug(limit)}", alt)
 
 
 def _stretches(line: NDArray[np.bool_]) -> list[tuple[int, int]]:

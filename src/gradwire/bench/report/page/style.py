@@ -7,15 +7,16 @@ beyond them differ in dashes and markers too. The baseline has the colour of the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
 import matplotlib as mpl
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
 from gradwire.bench.config import BASELINE
 
@@ -114,8 +115,47 @@ def styled() -> Iterator[None]:
         yield
 
 
-def axes(title: str, x: str, y: str, height: float = 2.6, left: float = 0.72) -> tuple[Figure, Axes]:
-    """A figure with one pair of axes.
+class Chart:
+    """A figure that is being drawn.
+
+    Args:
+        figure: The figure.
+
+    Attributes:
+        handles: Artists of the legend, by their text there.
+        tips: Tooltips of single artists, by gid.
+    """
+
+    def __init__(self, figure: Figure) -> None:
+        self.figure = figure
+        self.handles: dict[str, Any] = {}
+        self.tips: dict[str, str] = {}
+
+    def tip(self, artist: Artist, text: str) -> None:
+        """Give an artist a tooltip."""
+        gid = f"tip{len(self.tips)}"
+        artist.set_gid(gid)
+        self.tips[gid] = text
+
+    def plot(self, name: str, alt: str) -> Plot:
+        """Add the legend below the axes, in as many columns as fit, and return the figure."""
+        labels = [*self.handles]
+        columns = max(1, min(4, len(labels), int((WIDTH - 0.2) / (0.5 + 0.075 * max(map(len, labels), default=1)))))
+        below = BOTTOM + LINE * -(-len(labels) // columns)
+        height = self.figure.get_figheight() - TOP - BOTTOM
+        total = TOP + height + below
+        self.figure.set_figheight(total)
+        for ax in self.figure.axes:
+            box = ax.get_position()
+            ax.set_position((box.x0, (below + box.y0 * height) / total, box.width, box.height * height / total))
+        if labels:
+            place: Any = {"loc": "lower left", "bbox_to_anchor": (0.0, 0.0)}
+            self.figure.legend([*self.handles.values()], labels, ncols=columns, **place, **LEGEND)
+        return Plot(name, alt, self.figure, self.tips)
+
+
+def axes(title: str, x: str, y: str, height: float = 2.6, left: float = 0.72) -> tuple[Chart, Axes]:
+    """A chart with one pair of axes.
 
     Args:
         title: Its title.
@@ -125,14 +165,14 @@ def axes(title: str, x: str, y: str, height: float = 2.6, left: float = 0.72) ->
         left: Room for the y axis's labels, in inches.
     """
     figure = Figure(figsize=(WIDTH, TOP + height + BOTTOM))
-    ax = figure.add_axes((left / WIDTH, 0.0, 1 - (left + RIGHT) / WIDTH, 1.0))  # `legend` settles the heights
+    ax = figure.add_axes((left / WIDTH, 0.0, 1 - (left + RIGHT) / WIDTH, 1.0))  # `Chart.plot` settles the heights
     ax.set(title=title, xlabel=x, ylabel=y)
     ax.tick_params(length=3)
-    return figure, ax
+    return Chart(figure), ax
 
 
-def panels(number: int, x: str, y: str) -> tuple[Figure, list[Axes]]:
-    """A figure with small panels, two in a row, that share their axes; `heading` writes its title.
+def panels(number: int, x: str, y: str) -> tuple[Chart, list[Axes]]:
+    """A chart with small panels, two in a row, that share their axes; `heading` writes its title.
 
     Args:
         number: Of panels.
@@ -153,14 +193,21 @@ def panels(number: int, x: str, y: str) -> tuple[Figure, list[Axes]]:
         ax.tick_params(length=3, labelbottom=i + 2 >= number, labelleft=not column)
         ax.set(xlabel=x if i + 2 >= number else "", ylabel="" if column else y)
         all_axes.append(ax)
-    return figure, all_axes
+    return Chart(figure), all_axes
 
 
 def heading(figure: Figure, title: str) -> None:
-    """Write the title of a figure with panels; call it after `legend`, which settles the height."""
+    """Write the title of a figure with panels; call it after `Chart.plot`, which settles the height."""
     left = figure.axes[0].get_position().x0
     size, weight = mpl.rcParams["axes.titlesize"], "bold"
     figure.text(left, 1 - 0.12 / figure.get_figheight(), title, va="top", fontsize=size, fontweight=weight)
+
+
+def over_worlds(ax: Axes, worlds: Iterable[int]) -> None:
+    """Make the x axis one of world sizes."""
+    ax.set_xscale("log", base=2)
+    ax.set_xticks([*worlds], [str(world) for world in worlds])
+    ax.xaxis.set_minor_locator(NullLocator())
 
 
 class Decades(LogLocator):
@@ -197,20 +244,6 @@ def timed(drawing: Drawing, shared: bool) -> Drawing:
         return plot._replace(alt=f"{plot.alt} Times are shared with other runs.")
 
     return marked if shared else drawing
-
-
-def legend(figure: Figure, handles: Sequence[Any], labels: Sequence[str]) -> None:
-    """Add a legend below the axes, in as many columns as fit; call it last."""
-    columns = max(1, min(4, len(labels), int((WIDTH - 0.2) / (0.5 + 0.075 * max(map(len, labels), default=1)))))
-    below = BOTTOM + LINE * -(-len(labels) // columns)
-    height = figure.get_figheight() - TOP - BOTTOM
-    total = TOP + height + below
-    figure.set_figheight(total)
-    for ax in figure.axes:
-        box = ax.get_position()
-        ax.set_position((box.x0, (below + box.y0 * height) / total, box.width, box.height * height / total))
-    if handles:
-        figure.legend(handles, labels, ncols=columns, loc="lower left", bbox_to_anchor=(0.0, 0.0), **LEGEND)
 
 
 def group_title(strategy: str, world: int | None = None, link: str | None = None) -> str:
