@@ -22,8 +22,8 @@ from gradwire.base.units import UNSHAPED
 from gradwire.bench.report.page.files import svg
 from gradwire.bench.report.page.fronts import time_to_loss
 from gradwire.bench.report.page.style import looks, styled
-from gradwire.bench.report.rows.quality import perplexity_reference
 from gradwire.bench.report.rows.record import BF16, Result, read_results
+from gradwire.bench.report.tables.quality import perplexity_reference
 from gradwire.bench.report.tables.table import MISSING
 from gradwire.bench.report.tables.time_to_loss import Cell, cells, loads, ordered
 

@@ -7,9 +7,9 @@ import math
 import pytest
 from links_rows import experiment, row
 
-from gradwire.bench.report.rows.measurements import of_common_seeds
-from gradwire.bench.report.rows.quality import PerplexityReference
+from gradwire.bench.report.tables.measurements import of_common_seeds
 from gradwire.bench.report.tables.predictions import Qualities, compute_seconds, scaling
+from gradwire.bench.report.tables.quality import PerplexityReference
 from gradwire.bench.report.tables.time_to_loss import seconds_to
 from gradwire.cli import main
 

@@ -23,8 +23,8 @@ from gradwire.bench.report.page.data import read
 from gradwire.bench.report.page.files import save
 from gradwire.bench.report.page.sections import sections
 from gradwire.bench.report.page.style import styled
-from gradwire.bench.report.rows.quality import read_curves
 from gradwire.bench.report.rows.record import Result
+from gradwire.bench.report.tables.across_runs import read_curves
 
 LABELS = ["none", "bf16-native", "exchange", "int8", "powersgd"]
 

@@ -11,9 +11,9 @@ import pytest
 from gradwire.bench.report.page.data import read
 from gradwire.bench.report.page.files import render
 from gradwire.bench.report.page.sections import sections
-from gradwire.bench.report.rows.quality import PerplexityReference
 from gradwire.bench.report.tables.cells import cells_of
 from gradwire.bench.report.tables.headline import Known, findings, of_optimizers, perplexity, question
+from gradwire.bench.report.tables.quality import PerplexityReference
 from gradwire.bench.report.tables.time_to_loss import cells
 from gradwire.bench.statistics.seeds import percents
 

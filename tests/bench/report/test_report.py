@@ -16,8 +16,8 @@ import pytest
 
 from gradwire.bench.report.page.fronts import front
 from gradwire.bench.report.page.style import looks
-from gradwire.bench.report.rows.checks import gates
 from gradwire.bench.report.rows.record import Result
+from gradwire.bench.report.tables.checks import gates
 from gradwire.cli import main
 
 LABELS = ["none", "bf16-native", "int8", "powersgd"]

@@ -16,11 +16,12 @@ from gradwire.base.files import write_json
 from gradwire.bench.config import Run
 from gradwire.bench.report.page.data import read
 from gradwire.bench.report.page.sections import marks
-from gradwire.bench.report.rows.checks import gates
-from gradwire.bench.report.rows.quality import PerplexityReference
 from gradwire.bench.report.rows.record import RESULT_FIELDS
-from gradwire.bench.report.rows.runs import collect, unusable
+from gradwire.bench.report.rows.runs import unusable
+from gradwire.bench.report.tables.across_runs import collect
 from gradwire.bench.report.tables.cells import cells_of
+from gradwire.bench.report.tables.checks import gates
+from gradwire.bench.report.tables.quality import PerplexityReference
 from gradwire.bench.training.environment import environment
 from gradwire.cli import main
 from gradwire.comm.collectives.world import World

@@ -10,9 +10,10 @@ from links_rows import ALPHA, COMPUTE, LABELS, experiment, row
 
 from gradwire.base.errors import BadInput
 from gradwire.base.files import write_json
-from gradwire.bench.report.rows.quality import PerplexityReference, differences, perplexity_reference, with_quality
 from gradwire.bench.report.rows.record import Result
+from gradwire.bench.report.tables.across_runs import with_quality
 from gradwire.bench.report.tables.cells import cells_of
+from gradwire.bench.report.tables.quality import PerplexityReference, differences, perplexity_reference
 from gradwire.bench.report.tables.summary import summary
 from gradwire.bench.report.tables.tiers import ceilings, tiers
 from gradwire.cli import main

@@ -9,7 +9,7 @@ from links_rows import row
 
 from gradwire.bench.report.page.fronts import curves, on_front, soonest, time_to_loss
 from gradwire.bench.report.page.style import looks, styled
-from gradwire.bench.report.rows.quality import PerplexityReference
+from gradwire.bench.report.tables.quality import PerplexityReference
 from gradwire.bench.report.tables.time_to_loss import Goal, cells, loads, records
 
 STEPS = {  # to a perplexity of 60, and to the final one of bf16-native, by seed; seed 3 was not judged by targets

@@ -11,8 +11,8 @@ import pytest
 from gradwire.base.errors import BadInput
 from gradwire.base.files import write_json
 from gradwire.bench.config import Run, experiment
-from gradwire.bench.report.rows.quality import PerplexityReference, read_curve, with_quality
-from gradwire.bench.report.rows.runs import collect, joined
+from gradwire.bench.report.tables.across_runs import collect, joined, read_curve, with_quality
+from gradwire.bench.report.tables.quality import PerplexityReference
 from gradwire.bench.report.tables.summary import summary
 from gradwire.bench.report.tables.time_to_loss import cells, records
 

@@ -11,7 +11,7 @@ import pytest
 from links_rows import ALPHA, COMPUTE, FACTOR, HOST, LABELS, PARAMETERS, RATES, STEPS, experiment, islands_row, row
 from scipy.optimize import brentq
 
-from gradwire.bench.report.rows.measurements import measurement_of
+from gradwire.bench.report.tables.measurements import measurement_of
 from gradwire.bench.report.tables.predictions import crossover_text, interval_text
 from gradwire.bench.statistics.collective_costs import (
     Leg,

@@ -18,7 +18,7 @@ from traces import event, profile_of, steps, write_trace
 
 from gradwire.base.errors import BadInput
 from gradwire.bench.report.page import curves
-from gradwire.bench.report.rows.quality import read_curve
+from gradwire.bench.report.tables.across_runs import read_curve
 from gradwire.bench.trace.events import (
     Cover,
     Span,

@@ -15,7 +15,7 @@ from test_training import losses, run, shards, words  # noqa: F401  a fixture
 from gradwire.base.errors import BadInput
 from gradwire.bench.config import Cell, Run, experiment
 from gradwire.bench.launch.links import probe
-from gradwire.bench.report.rows.measurements import unmeasurable
+from gradwire.bench.report.tables.measurements import unmeasurable
 from gradwire.comm.closed_forms import parameters_unhooked
 from gradwire.comm.topology import link_rate
 

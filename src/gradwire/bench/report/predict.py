@@ -42,10 +42,10 @@ class Options(Strict):
 
 def main(options: Options) -> None:
     """Fit, predict and print."""
-    from gradwire.bench.report.rows.measurements import measurement_of, unpredictable, usable
-    from gradwire.bench.report.rows.quality import reference_of
     from gradwire.bench.report.rows.record import read_results
+    from gradwire.bench.report.tables.measurements import measurement_of, unpredictable, usable
     from gradwire.bench.report.tables.predictions import predictions, records
+    from gradwire.bench.report.tables.quality import reference_of
     from gradwire.bench.statistics.cost_model import Model
 
     place = place_of(options)

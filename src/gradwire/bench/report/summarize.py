@@ -34,7 +34,8 @@ def beside(options: Options) -> Path | None:
 def main(options: Options) -> None:
     """Write the results and print the table."""
     from gradwire.bench.report.rows.record import csv_text, jsonl
-    from gradwire.bench.report.rows.runs import SHARED, joined
+    from gradwire.bench.report.rows.runs import SHARED
+    from gradwire.bench.report.tables.across_runs import joined
     from gradwire.bench.report.tables.cells import cells_of
     from gradwire.bench.report.tables.headline import Known, findings, of_optimizers
     from gradwire.bench.report.tables.summary import summary

@@ -17,13 +17,13 @@ from gradwire.bench.config import BASELINE
 from gradwire.bench.report.page import curves
 from gradwire.bench.report.page.curves import WINDOWS
 from gradwire.bench.report.page.style import Drawing, Look, looks
-from gradwire.bench.report.rows.checks import Gate
-from gradwire.bench.report.rows.quality import CellKey, PerplexityReference, Quality, qualities, reference_of
 from gradwire.bench.report.rows.record import BF16, Result, read_results
 from gradwire.bench.report.rows.runs import asked_for
 from gradwire.bench.report.tables import time_to_loss
 from gradwire.bench.report.tables.cells import Group, cells_of, groups, one_by_one
+from gradwire.bench.report.tables.checks import Gate
 from gradwire.bench.report.tables.headline import Finding, Known, findings
+from gradwire.bench.report.tables.quality import CellKey, PerplexityReference, Quality, qualities, reference_of
 from gradwire.bench.report.tables.table import SPREAD, Table
 from gradwire.bench.statistics.seeds import LEAST
 

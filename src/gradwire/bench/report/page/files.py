@@ -20,7 +20,7 @@ from gradwire import __version__
 from gradwire.base.files import whole_folder, write_text, write_with
 from gradwire.bench.report.page.data import TEMPLATES, Data, Section
 from gradwire.bench.report.page.style import COLOURS, GRID, INK, MUTED, NEUTRAL, PAPER, Drawing, Plot, styled
-from gradwire.bench.report.rows.checks import SHOWN
+from gradwire.bench.report.tables.checks import SHOWN
 from gradwire.bench.report.tables.headline import question
 
 PNG: Any = {"format": "png", "dpi": 200, "pil_kwargs": {"compress_level": 1}}  # a sixth larger, sooner written

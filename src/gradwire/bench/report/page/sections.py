@@ -21,9 +21,6 @@ from gradwire.bench.config import BASELINE
 from gradwire.bench.report.page import curves, fronts, speed
 from gradwire.bench.report.page.data import Content, Data, Failures, Section, section
 from gradwire.bench.report.page.style import Drawing, timed
-from gradwire.bench.report.rows.checks import finished, gates, listed, privacy, validations
-from gradwire.bench.report.rows.measurements import measurement_of, unpredictable, usable
-from gradwire.bench.report.rows.quality import mean_percent_worse
 from gradwire.bench.report.rows.record import Result
 from gradwire.bench.report.tables.cells import (
     AGAINST,
@@ -37,8 +34,11 @@ from gradwire.bench.report.tables.cells import (
     Group,
     on_one_link,
 )
+from gradwire.bench.report.tables.checks import finished, gates, listed, privacy, validations
 from gradwire.bench.report.tables.comparison import QUANTITIES, common, differences, over_cells, table, unlike
 from gradwire.bench.report.tables.headline import Finding, of_optimizers, place
+from gradwire.bench.report.tables.measurements import measurement_of, unpredictable, usable
+from gradwire.bench.report.tables.quality import mean_percent_worse
 from gradwire.bench.report.tables.summary import distinct, versions
 from gradwire.bench.report.tables.table import MISSING, Column, Table, text
 from gradwire.bench.report.tables.tiers import ceilings

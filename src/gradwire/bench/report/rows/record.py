@@ -65,7 +65,7 @@ class Result(Row):
       (else ``none``) and seed, without a link, on the same kind of machine.
     - ``mem_residual_gb``, ``mem_replica_gb``, ``mem_outer_gb``: a rank's residuals, replicas of sharded parameters
       (``int4-diff``), and anchors and outer momentum of local updates; parts of the peak.
-    - ``time_to_target_ppl_s``, ``steps_to_target_ppl``, ``ppl_at_fixed_time``: see `bench.report.rows.quality`.
+    - ``time_to_target_ppl_s``, ``steps_to_target_ppl``, ``ppl_at_fixed_time``: see `bench.report.tables.across_runs`.
     - ``steps_to_target``, ``time_to_target_s``, ``bytes_to_target``: target -> value, null where the run never reached
       it; see there too.
     """

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from collections import defaultdict
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -13,16 +10,7 @@ from pydantic import Field, ValidationError
 from gradwire.base.errors import BadInput
 from gradwire.base.failures import failure_file
 from gradwire.base.files import read_json
-from gradwire.base.units import UNSHAPED
-from gradwire.bench.config import BASELINE, SCHEMA_VERSION, Run, Targets
-from gradwire.bench.report.rows.quality import (
-    PerplexityReference,
-    against_time,
-    perplexity_reference,
-    read_curves,
-    to_targets,
-    with_quality,
-)
+from gradwire.bench.config import SCHEMA_VERSION, Run, Targets
 from gradwire.bench.report.rows.record import Number, Result, Row, first_problem, without_measurements
 
 Model = TypeVar("Model", bound=Row)
@@ -90,92 +78,6 @@ def unusable(results_dir: Path) -> list[tuple[Path, str]]:
             except (BadInput, AttributeError) as error:
                 bad.append((path, str(error)))
     return bad
-
-
-def joined(
-    results_dir: Path, experiment: Path | None = None, quality_from: Path | None = None
-) -> tuple[list[Result], PerplexityReference, list[str]]:
-    """Return a row for every run; missing perplexities are taken from others.
-
-    Args:
-        results_dir: The experiment's folder.
-        experiment: As for `collect`.
-        quality_from: The results file of the other experiment; by default the one named in the list of runs, if any.
-
-    Returns:
-        The rows, the runs whose perplexities count (of this or the other experiment), and complaints.
-
-    Raises:
-        BadInput: As `collect`; if a results file cannot be read; if the list names several.
-    """
-    results = collect(results_dir, experiment)
-    requests = asked_for(results_dir, experiment).values()
-    notes = [SHARED] if any(request.shared for request in requests) else []
-    named = {request.quality_from for request in requests} - {None}
-    if len(named) > 1 and quality_from is None:
-        raise BadInput(f"the runs of {results_dir} name several files for quality_from: {', '.join(map(str, named))}.")
-    path = quality_from or next((Path(str(name)) for name in named), None)
-    if path is None:  # runs for times only have the perplexities of the others
-        reference = PerplexityReference.of(str(results_dir / "results.jsonl"), results)
-        return with_quality(results, reference)[0], reference, notes
-    reference, complaints = perplexity_reference(path)
-    results, unmatched = with_quality(results, reference)
-    return results, reference, [*notes, *complaints, *unmatched]
-
-
-def collect(results_dir: Path, experiment: Path | None = None) -> list[Result]:
-    """Return a row for every run, sorted by name.
-
-    Args:
-        results_dir: The experiment's folder.
-        experiment: The list of requested runs; default: ``results_dir/expected.json``. Without a list, all runs on disk
-            count. Runs on disk that are not in the list may have other settings: they are left out, with a note on
-            standard error.
-
-    Raises:
-        BadInput: If there is nothing to summarize, or the list is unusable.
-    """
-    asked = asked_for(results_dir, experiment)
-    if not asked:
-        raise BadInput(f"{results_dir} holds no run (runs/<strategy>/<compressor>/ws<W>/<link>/seed<S>) to summarize.")
-    if strangers := sorted(run.path for run in runs_on_disk(results_dir) if run not in asked):
-        listed = experiment or results_dir / EXPECTED
-        print(f"gradwire summarize: not in {listed}, left out: {', '.join(strangers)}", file=sys.stderr)
-    folder = results_dir / "runs"
-    results = [
-        without_measurements(run, "skipped", request.excluded) if request.excluded else result(folder / run.path, run)
-        for run, request in sorted(asked.items())
-    ]
-    curves = read_curves(results, results_dir)
-    timed = against_time(curves, {row.run for row in results if row.status == "ok"})
-    efficiencies = scaling_efficiencies(results)
-    results = [
-        row.model_copy(update=timed.get(row.run, {}) | {"scaling_efficiency": efficiencies.get(row.run)})
-        for row in results
-    ]
-
-    def reached(row: Result) -> dict[str, Any]:
-        targets, curve = asked[row.run].targets, curves.get(row.run)
-        if targets is None or curve is None:
-            return {}
-        return to_targets(row, targets, results, curve, folder / row.run_name / "steps.parquet")
-
-    return [row.model_copy(update=reached(row)) for row in results]
-
-
-def scaling_efficiencies(results: Sequence[Result]) -> dict[Run, float]:
-    """Tokens/s per rank over one rank's on like hardware and with the same seed: of the same label, or the baseline."""
-    alone: defaultdict[tuple[str, str], dict[Any, float]] = defaultdict(dict)
-    for row in results:
-        if (row.status, row.world_size, row.link) == ("ok", 1, UNSHAPED) and row.tokens_per_s:
-            alone[row.strategy, row.compressor][row.hardware, row.seed] = row.tokens_per_s
-    efficiencies = {}
-    for row in results:
-        label = row.compressor if (row.strategy, row.compressor) in alone else BASELINE
-        rate = alone.get((row.strategy, label), {}).get((row.hardware, row.seed))
-        if row.status == "ok" and row.world_size > 1 and row.tokens_per_s and rate:
-            efficiencies[row.run] = row.tokens_per_s / row.world_size / rate
-    return efficiencies
 
 
 class Record(Result):

@@ -14,9 +14,16 @@ import numpy as np
 import pandas as pd
 
 from gradwire.bench.config import BASELINE
-from gradwire.bench.report.rows.checks import machine
-from gradwire.bench.report.rows.quality import CellKey, PerplexityReference, Quality, cell_key, perplexities, qualities
 from gradwire.bench.report.rows.record import BF16, Count, Number, Result
+from gradwire.bench.report.tables.checks import machine
+from gradwire.bench.report.tables.quality import (
+    CellKey,
+    PerplexityReference,
+    Quality,
+    cell_key,
+    perplexities,
+    qualities,
+)
 from gradwire.bench.report.tables.table import MISSING, Column, milliseconds, text
 from gradwire.bench.statistics.seeds import estimates, gated, percents
 from gradwire.comm.topology import link_rate
@@ -87,7 +94,7 @@ def one_by_one(ok: Sequence[Result], judged: Mapping[CellKey, Quality]) -> pd.Da
 
     Args:
         ok: The runs with a result.
-        judged: The quality of their cells (`bench.report.rows.quality.qualities`).
+        judged: The quality of their cells (`bench.report.tables.quality.qualities`).
     """
     runs = pd.DataFrame([row.model_dump(include={*CELL, "seed", *MEASURED}) for row in ok])
     runs = runs.astype(dict.fromkeys(MEASURED, float))

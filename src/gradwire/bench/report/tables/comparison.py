@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gradwire.bench.config import Run
-from gradwire.bench.report.rows.checks import listed, machine
 from gradwire.bench.report.rows.record import Result
 from gradwire.bench.report.tables.cells import ALL_BYTES, NAMES, PERPLEXITY, STEP
+from gradwire.bench.report.tables.checks import listed, machine
 from gradwire.bench.report.tables.table import Column, Table, number, text
 from gradwire.bench.statistics.seeds import Paired, adjusted, paired
 

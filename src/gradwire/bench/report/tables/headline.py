@@ -20,9 +20,9 @@ from gradwire.base.errors import BadInput
 from gradwire.base.files import read_json
 from gradwire.base.units import UNSHAPED, spoken
 from gradwire.bench.config import BASELINE
-from gradwire.bench.report.rows.quality import PerplexityReference, perplexities, qualities
 from gradwire.bench.report.rows.record import ADAMW, BF16, Result
 from gradwire.bench.report.tables.cells import WORSE_PERCENT, Group, groups
+from gradwire.bench.report.tables.quality import PerplexityReference, perplexities, qualities
 from gradwire.bench.report.tables.table import MISSING, number, spread
 from gradwire.bench.report.tables.time_to_loss import Cell, Goal, Pair, is_perplexity, paired
 from gradwire.bench.statistics.seeds import TOLERANCE, Estimate, percent_worse, percents

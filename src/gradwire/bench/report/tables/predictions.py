@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 from gradwire.base.errors import BadInput
 from gradwire.base.units import rate_text
 from gradwire.bench.config import BASELINE
-from gradwire.bench.report.rows.checks import machines
-from gradwire.bench.report.rows.quality import PerplexityReference, mean_percent_worse
 from gradwire.bench.report.rows.record import BF16, Result
+from gradwire.bench.report.tables.checks import machines
+from gradwire.bench.report.tables.quality import PerplexityReference, mean_percent_worse
 from gradwire.bench.report.tables.table import MISSING, markdown, number
 from gradwire.bench.report.tables.time_to_loss import seconds_to
 from gradwire.bench.statistics.cost_model import (

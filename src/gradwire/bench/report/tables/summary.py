@@ -9,7 +9,6 @@ from typing import Any, get_args
 import pandas as pd
 
 from gradwire.bench.config import BASELINE
-from gradwire.bench.report.rows.checks import fallbacks, losses_over_links, machines, privacy
 from gradwire.bench.report.rows.record import Result, Status
 from gradwire.bench.report.tables.cells import (
     AGAINST,
@@ -24,6 +23,7 @@ from gradwire.bench.report.tables.cells import (
     TOKENS,
     WORSE,
 )
+from gradwire.bench.report.tables.checks import fallbacks, losses_over_links, machines, privacy
 from gradwire.bench.report.tables.table import (
     MISSING,
     SPREAD,

@@ -14,10 +14,10 @@ from typing import Any
 
 from gradwire.base.units import UNSHAPED
 from gradwire.bench.config import BASELINE
-from gradwire.bench.report.rows.checks import Gate, listed, machine
-from gradwire.bench.report.rows.quality import PerplexityReference, Quality, cell_key, qualities
 from gradwire.bench.report.rows.record import Result
 from gradwire.bench.report.tables.cells import COMPRESSOR, SEEDS, WORSE
+from gradwire.bench.report.tables.checks import Gate, listed, machine
+from gradwire.bench.report.tables.quality import PerplexityReference, Quality, cell_key, qualities
 from gradwire.bench.report.tables.table import (
     MISSING,
     SPREAD,

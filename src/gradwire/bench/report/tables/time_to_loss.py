@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 from gradwire.base.errors import BadInput
 from gradwire.base.units import UNSHAPED
 from gradwire.bench.config import BASELINE
-from gradwire.bench.report.rows.quality import PerplexityReference, duration
 from gradwire.bench.report.rows.record import OWN_QUALITY, Result
+from gradwire.bench.report.tables.across_runs import duration
 from gradwire.bench.report.tables.cells import SUMMARY_CELL
+from gradwire.bench.report.tables.quality import PerplexityReference
 from gradwire.bench.report.tables.table import MISSING, Column, text
 from gradwire.comm.topology import link_rate
 

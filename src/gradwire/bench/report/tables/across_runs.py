@@ -1,10 +1,6 @@
-"""Quality of runs: perplexities of another experiment, and the time to a target.
+"""The rows of an experiment, with the fields that depend on other runs: borrowed perplexities, and times to targets.
 
-**Perplexities of another experiment** are for runs that are too short to have their own.
-
-Quality does not depend on the link, so a timing cell takes the perplexity of a long run with its label: of its own
-strategy if that has one, else of ddp, else of any. The two may differ only in their numbers of steps and of warm-up
-steps (``dense_steps``), and in the learning rate; otherwise the cell has no perplexity.
+**Perplexities of another experiment** are for runs that are too short to have their own (`quality`).
 
 **Time to a target**: the steps, seconds and gradient bytes until a run's validation perplexity is as low as asked for.
 A target is a perplexity, or the final one of another label with the same world size and seed. A run that never reaches
@@ -20,219 +16,108 @@ import math
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from operator import itemgetter
 from pathlib import Path
-from statistics import fmean
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gradwire.base.errors import BadInput
+from gradwire.base.units import UNSHAPED
 from gradwire.bench.config import BASELINE, Run, Targets
-from gradwire.bench.report.rows.record import OWN_QUALITY, Result, read_results
-from gradwire.bench.statistics.seeds import Estimate, percent_worse, percents
+from gradwire.bench.report.rows.record import OWN_QUALITY, Result, without_measurements
+from gradwire.bench.report.rows.runs import EXPECTED, SHARED, asked_for, result, runs_on_disk
+from gradwire.bench.report.tables.quality import PerplexityReference, perplexity_reference
 from gradwire.bench.trace import steps as steps_file
 
-PREFERRED = "ddp"  # the strategy whose perplexity others use if they have none
-FREE = ("dense_steps", "lr", "beta2")  # options that change no step time after the warm-up
-SAME = [
-    "compress_config",
-    "model",
-    "parameters",
-    "dataset",
-    "max_length",
-    "batch_size",
-    "precision",
-    "optimizer",
-    "world_size",
-]
 MARGIN = 1.05  # the target of ``time_to_target_ppl_s``, times the baseline's final perplexity
 ROUNDING = 1e-5  # nats: `gradwire perplexity` and a run's own last evaluation round differently
 
 
-@dataclass(frozen=True)
-class PerplexityReference:
-    """Runs with a perplexity.
+def joined(
+    results_dir: Path, experiment: Path | None = None, quality_from: Path | None = None
+) -> tuple[list[Result], PerplexityReference, list[str]]:
+    """Return a row for every run; missing perplexities are taken from others.
 
     Args:
-        name: The results file.
-        rows: The runs.
+        results_dir: The experiment's folder.
+        experiment: As for `collect`.
+        quality_from: The results file of the other experiment; by default the one named in the list of runs, if any.
+
+    Returns:
+        The rows, the runs whose perplexities count (of this or the other experiment), and complaints.
+
+    Raises:
+        BadInput: As `collect`; if a results file cannot be read; if the list names several.
     """
-
-    name: str
-    rows: tuple[Result, ...]
-
-    @cached_property
-    def by_label(self) -> Mapping[str, list[Result]]:
-        """The rows of each label."""
-        rows: defaultdict[str, list[Result]] = defaultdict(list)
-        for row in self.rows:
-            rows[row.compressor].append(row)
-        return rows
-
-    @classmethod
-    def of(cls, name: str, rows: Iterable[Result]) -> Self:
-        """Keep the rows with a perplexity that is not another run's."""
-        return cls(name, tuple(row for row in rows if row.val_ppl is not None and row.own_quality))
-
-    def seeds(self, row: Result, strategy: str | None = None) -> dict[int, Result]:
-        """Return the runs, by seed, whose perplexity counts for the cell of ``row``.
-
-        Args:
-            row: A run of the cell.
-            strategy: The preferred strategy; by default the row's own.
-
-        Raises:
-            BadInput: If there are none, with the reason.
-        """
-        labelled = self.by_label.get(row.compressor, [])
-        if not labelled:
-            raise BadInput(f"{self.name} has no perplexity of {row.compressor}")
-        alike = [run for run in labelled if not differences(run, row)]
-        if not alike:
-            differing = ", ".join(differences(labelled[0], row))
-            raise BadInput(f"{self.name} has {row.compressor} with another {differing} ({labelled[0].run_name})")
-        present = sorted({run.strategy for run in alike})
-        wanted = next(name for name in (strategy or row.strategy, PREFERRED, *present) if name in present)
-        alike.sort(key=lambda run: run.link == row.link)  # the row's own link is the last, and stays
-        return {run.seed: run for run in alike if run.strategy == wanted}
-
-    def compared(self, runs: Mapping[int, Result]) -> Quality:
-        """Compare a cell with the same optimizer in every step, of the same strategy and world size, paired by seed.
-
-        `BASELINE` is that cell for its optimizer. For another optimizer it is the one that the framework itself
-        reduces, with the most seeds, and of these the best.
-
-        Args:
-            runs: The cell's runs, by seed.
-        """
-        first = next(iter(runs.values()))
-        labels = {
-            row.compressor: row
-            for row in self.rows
-            if row.averages
-            and (row.inner, row.strategy, row.world_size) == (first.inner, first.strategy, first.world_size)
-        }
-        ranked = []
-        for label, row in labels.items():
-            base = self.seeds(row.model_copy(update={"link": first.link}))
-            if worse := percent_worse(perplexities(runs), perplexities(base)):
-                mean = fmean(perplexities(base).values())
-                ranked.append(((label != BASELINE, row.hooked, -len(base), mean), Quality(runs, label, worse)))
-        return min(ranked, key=itemgetter(0))[1] if ranked else Quality(runs)
+    results = collect(results_dir, experiment)
+    requests = asked_for(results_dir, experiment).values()
+    notes = [SHARED] if any(request.shared for request in requests) else []
+    named = {request.quality_from for request in requests} - {None}
+    if len(named) > 1 and quality_from is None:
+        raise BadInput(f"the runs of {results_dir} name several files for quality_from: {', '.join(map(str, named))}.")
+    path = quality_from or next((Path(str(name)) for name in named), None)
+    if path is None:  # runs for times only have the perplexities of the others
+        reference = PerplexityReference.of(str(results_dir / "results.jsonl"), results)
+        return with_quality(results, reference)[0], reference, notes
+    reference, complaints = perplexity_reference(path)
+    results, unmatched = with_quality(results, reference)
+    return results, reference, [*notes, *complaints, *unmatched]
 
 
-class Quality(NamedTuple):
-    """The perplexities of a cell.
-
-    Attributes:
-        runs: The runs that they are of, by seed.
-        reference: The label that percentages are against: the same optimizer, with every step's gradients averaged as
-            they are. Empty if there is none.
-        worse: Percent above it, by seed, for the seeds of both.
-    """
-
-    runs: Mapping[int, Result] = {}
-    reference: str = ""
-    worse: Mapping[int, float] = {}
-
-    @property
-    def difference(self) -> Estimate:
-        """Percent above the reference, the mean over seeds and its spread."""
-        return percents([[*self.worse.values()]])[0]
-
-
-CellKey = tuple[str, int, str, str]  # strategy, world size, label and link
-
-
-def cell_key(row: Result) -> CellKey:
-    """The cell of a run."""
-    return row.strategy, row.world_size, row.compressor, row.link
-
-
-def qualities(rows: Iterable[Result], reference: PerplexityReference) -> dict[CellKey, Quality]:
-    """The quality of each cell: that of its runs, or of those whose perplexities count for it.
-
-    A percentage never mixes both: its two runs are of one experiment, with one seed.
+def collect(results_dir: Path, experiment: Path | None = None) -> list[Result]:
+    """Return a row for every run, sorted by name.
 
     Args:
-        rows: The runs with a result.
-        reference: The runs whose perplexities count for cells without their own.
+        results_dir: The experiment's folder.
+        experiment: The list of requested runs; default: ``results_dir/expected.json``. Without a list, all runs on disk
+            count. Runs on disk that are not in the list may have other settings: they are left out, with a note on
+            standard error.
+
+    Raises:
+        BadInput: If there is nothing to summarize, or the list is unusable.
     """
-    of_cell: defaultdict[CellKey, list[Result]] = defaultdict(list)
-    for row in rows:
-        of_cell[cell_key(row)].append(row)
-    measured = PerplexityReference.of("these runs", (row for cell in of_cell.values() for row in cell))
-    return {key: _quality(cell, measured, reference) for key, cell in of_cell.items()}
+    asked = asked_for(results_dir, experiment)
+    if not asked:
+        raise BadInput(f"{results_dir} holds no run (runs/<strategy>/<compressor>/ws<W>/<link>/seed<S>) to summarize.")
+    if strangers := sorted(run.path for run in runs_on_disk(results_dir) if run not in asked):
+        listed = experiment or results_dir / EXPECTED
+        print(f"gradwire summarize: not in {listed}, left out: {', '.join(strangers)}", file=sys.stderr)
+    folder = results_dir / "runs"
+    results = [
+        without_measurements(run, "skipped", request.excluded) if request.excluded else result(folder / run.path, run)
+        for run, request in sorted(asked.items())
+    ]
+    curves = read_curves(results, results_dir)
+    timed = against_time(curves, {row.run for row in results if row.status == "ok"})
+    efficiencies = scaling_efficiencies(results)
+    results = [
+        row.model_copy(update=timed.get(row.run, {}) | {"scaling_efficiency": efficiencies.get(row.run)})
+        for row in results
+    ]
+
+    def reached(row: Result) -> dict[str, Any]:
+        targets, curve = asked[row.run].targets, curves.get(row.run)
+        if targets is None or curve is None:
+            return {}
+        return to_targets(row, targets, results, curve, folder / row.run_name / "steps.parquet")
+
+    return [row.model_copy(update=reached(row)) for row in results]
 
 
-def _quality(cell: Sequence[Result], measured: PerplexityReference, reference: PerplexityReference) -> Quality:
-    if runs := {row.seed: row for row in cell if row.val_ppl is not None and row.own_quality}:
-        return measured.compared(runs)
-    try:
-        return reference.compared(reference.seeds(cell[0]))
-    except BadInput:
-        return Quality()
-
-
-def mean_percent_worse(
-    rows: Iterable[Result], ok: Sequence[Result], reference: PerplexityReference
-) -> dict[str, float]:
-    """Percent of perplexity by which each label is above the same optimizer in every step, where it is known.
-
-    The baseline is compared with itself.
-
-    Args:
-        rows: Runs of one strategy and world size.
-        ok: All runs with a result, these among them.
-        reference: The runs whose perplexities count for cells without their own.
-    """
-    judged = qualities(ok, reference)
-    of_labels = {row.compressor: judged[cell_key(row)] for row in rows}
-    return {BASELINE: 0.0} | {label: of.difference.mean for label, of in of_labels.items() if of.worse}
-
-
-def perplexities(runs: Mapping[int, Result]) -> dict[int, float]:
-    """The perplexity of each seed."""
-    return {seed: run.val_ppl for seed, run in runs.items() if run.val_ppl is not None}
-
-
-def differences(first: Result, second: Result) -> list[str]:
-    """Fields that differ between two runs and must not for their qualities to be equal."""
-
-    def compared(row: Result, field: str) -> Any:
-        value = getattr(row, field)
-        return {key: of for key, of in value.items() if key not in FREE} if isinstance(value, dict) else value
-
-    return [field for field in SAME if compared(first, field) != compared(second, field)]
-
-
-def perplexity_reference(path: Path) -> tuple[PerplexityReference, list[str]]:
-    """Read the perplexities of a results file; return them with complaints about skipped lines."""
-    rows, complaints = read_results(path)
-    return PerplexityReference.of(str(path), rows), complaints
-
-
-def reference_of(rows: Sequence[Result], path: Path) -> tuple[PerplexityReference, list[str]]:
-    """Return all seeds of the runs that rows take their perplexities from, and complaints about their file.
-
-    Args:
-        rows: The rows of an experiment.
-        path: Their file.
-    """
-    borrowed = [row for row in rows if not row.own_quality and row.quality_from]
-    measured = {row.run_name: row.val_ppl for row in rows if row.own_quality}
-    sources = {row.run_name: (row.quality_from or "").partition(": ") for row in borrowed}
-    if all(measured.get(sources[row.run_name][2]) == row.val_ppl for row in borrowed):  # of the same experiment
-        return PerplexityReference.of(str(path), rows), []
-    named = sorted({name for name, _, _ in sources.values()})
-    if len(named) == 1 and Path(named[0]).is_file():
-        return perplexity_reference(Path(named[0]))
-    doubts = [f"{name}, the source of perplexities, is missing: {path} has one seed of them" for name in named]
-    return PerplexityReference(str(path), tuple(row for row in rows if row.val_ppl is not None)), doubts
+def scaling_efficiencies(results: Sequence[Result]) -> dict[Run, float]:
+    """Tokens/s per rank over one rank's on like hardware and with the same seed: of the same label, or the baseline."""
+    alone: defaultdict[tuple[str, str], dict[Any, float]] = defaultdict(dict)
+    for row in results:
+        if (row.status, row.world_size, row.link) == ("ok", 1, UNSHAPED) and row.tokens_per_s:
+            alone[row.strategy, row.compressor][row.hardware, row.seed] = row.tokens_per_s
+    efficiencies = {}
+    for row in results:
+        label = row.compressor if (row.strategy, row.compressor) in alone else BASELINE
+        rate = alone.get((row.strategy, label), {}).get((row.hardware, row.seed))
+        if row.status == "ok" and row.world_size > 1 and row.tokens_per_s and rate:
+            efficiencies[row.run] = row.tokens_per_s / row.world_size / rate
+    return efficiencies
 
 
 def with_quality(results: Sequence[Result], reference: PerplexityReference) -> tuple[list[Result], list[str]]:
