@@ -14,9 +14,9 @@ from test_training import run, shards, words  # noqa: F401  a fixture
 
 from gradwire.base.files import read_yaml
 from gradwire.bench.config import Training
-from gradwire.bench.kinds import weights
+from gradwire.bench.steps import weights
+from gradwire.bench.training.loop import timetable
 from gradwire.bench.training.step import Stepper
-from gradwire.bench.training.timetable import timetable
 from gradwire.comm.parallel.optimizers.diloco import Rounds
 
 ROUNDS = ["end" if Rounds(5, 20).ends(step) else "local" for step in range(20)]

@@ -31,7 +31,7 @@ from typing import Any
 
 from gradwire.base.errors import RunFault
 from gradwire.base.parent_watch import PARENT, RANK_GRACE
-from gradwire.bench.launch import namespaces
+from gradwire.bench.launch import links
 
 SHARED = "GRADWIRE_TEMPLATE"  # the socket of a template for all launchers
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # ignored by the template, which outlives its jobs
@@ -178,7 +178,7 @@ def serve(channel: socket.socket) -> None:
     while (job := _receive(channel)) is not None:
         os.environ.clear()
         os.environ.update(job["environment"], **{PARENT: str(os.getpid())})
-        namespaces.join(Path(f"/proc/{job['launcher']}/ns"))
+        links.join_process(Path(f"/proc/{job['launcher']}/ns"))
         os.chdir(job["folder"])
         words = job["command"][1:]
         processes = [FORK.Process(target=_run, args=(channel, words, variables)) for variables in job["processes"]]

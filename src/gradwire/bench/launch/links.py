@@ -10,6 +10,7 @@ testbed there. The kernel removes it when the last process inside exits, however
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import subprocess
@@ -22,7 +23,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from gradwire.base.errors import BadInput, RunFault
-from gradwire.bench.launch import namespaces
 from gradwire.comm.topology import between_islands, link_rate
 
 LINK, INTERFACE = "GRADWIRE_LINK", "GRADWIRE_INTERFACE"  # a rank's link and network interface
@@ -31,6 +31,7 @@ NAMESPACES = "GRADWIRE_NAMESPACES"  # the ranks in each namespace, and the folde
 TOOLS = {"unshare": "util-linux", "nsenter": "util-linux", "ip": "iproute2", "tc": "iproute2"}
 UNSHARE: tuple[list[str], ...] = ([], ["--user", "--map-root-user"])  # as root, and rootless
 DEVICE = "eth0"  # in each namespace
+KINDS = ("user", "net", "mnt")  # a user namespace gives the right to join the others
 SWITCH, FIRST = IPv4Address("10.231.255.254"), IPv4Address("10.231.0.1")
 PORT = 29500  # free in an empty namespace
 FRAME, FRAME_BETWEEN = 1500, 9000  # bytes of a frame: Ethernet's, and the jumbo frames of data centres
@@ -146,7 +147,31 @@ def join() -> None:
     if NAMESPACES in os.environ:
         ranks, _, folder = os.environ[NAMESPACES].partition(":")
         namespace = Path(folder, f"namespace{int(os.environ['RANK']) // int(ranks)}")
-        namespaces.enter(os.open(namespace, os.O_RDONLY))
+        _enter(os.open(namespace, os.O_RDONLY))
+
+
+def join_process(folder: Path) -> None:
+    """Join the namespaces of a process where they are not this one's.
+
+    Args:
+        folder: Its ``/proc/<pid>/ns``.
+
+    Raises:
+        OSError: If the kernel refuses.
+    """
+    others = [kind for kind in KINDS if (folder / kind).readlink() != Path("/proc/self/ns", kind).readlink()]
+    opened = [os.open(folder / kind, os.O_RDONLY) for kind in others]  # before the view of the files changes
+    for file in opened:
+        _enter(file)
+
+
+def _enter(file: int) -> None:
+    """Enter the namespace of an open file, and close it; Python has `os.setns` since 3.12 only."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.setns(file, 0):
+        number = ctypes.get_errno()
+        raise OSError(number, f"setns: {os.strerror(number)}")
+    os.close(file)
 
 
 @contextmanager

@@ -44,7 +44,8 @@ from gradwire.base.failures import diverged
 from gradwire.base.files import write_json
 from gradwire.base.flags import output_file
 from gradwire.base.strict import Strict
-from gradwire.bench.kinds import weights
+from gradwire.bench.steps import read as read_steps
+from gradwire.bench.steps import weights
 from gradwire.bench.trace.events import (
     OPS,
     Intervals,
@@ -58,7 +59,6 @@ from gradwire.bench.trace.events import (
     read,
     union,
 )
-from gradwire.bench.trace.steps import read as read_steps
 from gradwire.comm.closed_forms import raw_bytes
 
 SCHEMA_VERSION = 1

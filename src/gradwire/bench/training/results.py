@@ -10,12 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 from torch import nn
 
-from gradwire.base.files import write_json, write_with
+from gradwire.base.files import write_json
+from gradwire.bench import steps
 from gradwire.bench.config import SCHEMA_VERSION, Run
 from gradwire.bench.training import totals
 from gradwire.bench.training.build import Outcome, Parts
@@ -30,23 +29,6 @@ from gradwire.lm.data.shards import Shards
 from gradwire.lm.models import causal
 
 MODELS = "models"  # folder of the models of some steps
-STEPS = pa.schema(
-    [
-        ("step", pa.int64()),
-        ("rank", pa.int32()),
-        *((name, pa.float64()) for name in ("t_start_s", "step_ms", "data_ms", "forward_ms", "backward_ms")),
-        *((name, pa.float64()) for name in ("comm_ms", "exposed_ms", "encode_ms", "decode_ms", "optimizer_ms")),
-        ("tokens", pa.int64()),
-        *((name, pa.float64()) for name in ("loss", "lr", "grad_norm")),
-        *((name, pa.bool_()) for name in ("clipped", "nonfinite")),
-        *((name, pa.int64()) for name in ("bytes_raw", "bytes_sent", "bytes_index")),
-        *((name, pa.float64()) for name in ("residual_norm", "grad_rel_error", "grad_rel_error_linf", "grad_cos_sim")),
-        *((name, pa.bool_()) for name in ("warmup", "profiled")),
-        ("kind", pa.string()),
-        ("val_loss", pa.float64()),
-        *((name, pa.float64()) for name in ("clipped_fraction", "sample_norm_mean", "epsilon", "around_ms")),
-    ]
-)
 
 
 def write(
@@ -74,7 +56,7 @@ def write(
     save_model(folder / "final_model", splits[0], model, optimizer, outcome, {"run": run.path, "identity": identity})
     if world.rank != 0:
         return None
-    write_steps(folder, [row for rank in ranks for row in rank["rows"]])
+    steps.write(folder / "steps.parquet", [row for rank in ranks for row in rank["rows"]])
     record = {
         "schema_version": SCHEMA_VERSION,
         "run_name": run.path,
@@ -217,10 +199,3 @@ def summary(record: Row) -> str:
     quality = "not evaluated" if record["val_ppl"] is None else f"val ppl {record['val_ppl']:.2f}"
     step = "no step timed" if record["step_time_ms_mean"] is None else f"{record['step_time_ms_mean']:.1f} ms/step"
     return f"{record['run_name']}: {quality}, {ratio}, {step}"
-
-
-def write_steps(folder: Path, rows: list[Row]) -> None:
-    """Write ``steps.parquet``: one row per step and rank, with null for columns that were not measured."""
-    complete = [{name: row.get(name) for name in STEPS.names} for row in rows]
-    table = pa.Table.from_pylist(complete, schema=STEPS)
-    write_with(folder / "steps.parquet", lambda part: pq.write_table(table, part))

@@ -15,7 +15,7 @@ import numpy as np
 
 from gradwire.base.files import digest
 from gradwire.bench.config import Run
-from gradwire.bench.kinds import weights
+from gradwire.bench.steps import weights
 from gradwire.bench.training.build import Outcome
 from gradwire.bench.training.measure import COLUMNS, COUNTED, Row
 from gradwire.bench.training.objective import ADJACENCY

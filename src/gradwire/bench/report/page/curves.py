@@ -16,8 +16,8 @@ from gradwire.bench.report.page.style import MUTED, Drawing, Look, Plot, axes, g
 from gradwire.bench.report.rows.record import Result
 from gradwire.bench.report.tables.cells import Group, slug
 from gradwire.bench.statistics.seeds import Estimate
-from gradwire.bench.trace.steps import durations
-from gradwire.bench.trace.steps import read as read_steps
+from gradwire.bench.steps import durations
+from gradwire.bench.steps import read as read_steps
 
 COLUMNS = ("loss", "val_loss", "grad_rel_error", "residual_norm")
 WINDOWS = 100

@@ -24,11 +24,11 @@ from numpy.typing import NDArray
 
 from gradwire.base.errors import BadInput
 from gradwire.base.units import UNSHAPED
+from gradwire.bench import steps as steps_file
 from gradwire.bench.config import BASELINE, Run, Targets
 from gradwire.bench.report.rows.record import OWN_QUALITY, Result, without_measurements
 from gradwire.bench.report.rows.runs import EXPECTED, SHARED, asked_for, result, runs_on_disk
 from gradwire.bench.report.tables.quality import PerplexityReference, perplexity_reference
-from gradwire.bench.trace import steps as steps_file
 
 MARGIN = 1.05  # the target of ``time_to_target_ppl_s``, times the baseline's final perplexity
 ROUNDING = 1e-5  # nats: `gradwire perplexity` and a run's own last evaluation round differently
