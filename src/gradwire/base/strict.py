@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, wraps
 from pathlib import Path
-from types import NoneType
-from typing import Any, Literal, ParamSpec, TypeVar, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from pydantic.fields import FieldInfo
@@ -207,7 +207,7 @@ def _grouped(model: type[BaseModel]) -> Iterator[tuple[tuple[str, str] | None, d
 def _add_flag(target: Any, name: str, field: FieldInfo) -> None:
     """Add the flag of one field to a parser or a group of it."""
     options: dict[str, Any] = {"help": field.description}
-    annotation = _without_none(field.annotation)
+    annotation = _first_type(field.annotation)
     several = get_origin(annotation) is tuple
     place = next((item for item in field.metadata if isinstance(item, Positional)), None)
     if not field.is_required():
@@ -237,10 +237,9 @@ def _add_flag(target: Any, name: str, field: FieldInfo) -> None:
     target.add_argument(name if place else f"--{name}", **options)
 
 
-def _without_none(annotation: Any) -> Any:
-    """Return ``int`` of ``int | None``."""
-    kinds = [kind for kind in get_args(annotation) if kind is not NoneType]
-    return kinds[0] if NoneType in get_args(annotation) else annotation
+def _first_type(annotation: Any) -> Any:
+    """Return ``int`` of ``int | None``, and of ``int | Literal["auto"]``."""
+    return get_args(annotation)[0] if get_origin(annotation) in (Union, UnionType) else annotation
 
 
 def from_flags(model: type[Model], args: argparse.Namespace) -> Model:
