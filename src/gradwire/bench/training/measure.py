@@ -55,13 +55,13 @@ class Clock:
         """Start a step."""
         self._started = self._last = time.perf_counter()
         self.started_s = self._started - self._origin
-        self.times = dict.fromkeys(("data_ms", "forward_ms", "backward_ms", "optimizer_ms"))
+        self.times = {}
 
     def lap(self, phase: str) -> None:
         """Add the time since the last lap to ``phase``."""
         now = time.perf_counter()
         if self._phases:
-            self.times[phase] = (self.times[phase] or 0.0) + 1000 * (now - self._last)
+            self.times[phase] = self.times.get(phase, 0.0) + 1000 * (now - self._last)
         self._last = now
 
     def stop(self) -> None:
@@ -130,13 +130,13 @@ class Counters:
 
 
 def traffic_between(before: dict[str, Any] | None, now: dict[str, Any] | None, *, timed: bool) -> Row:
-    """Bytes, elements and times between two `Reducer.traffic` of this rank; all None without a reducer.
+    """Bytes, elements and times between two `Reducer.traffic` of this rank; none without a reducer.
 
     ``bytes_closed_form`` is over all ranks, and None if a size depended on the data. Times are None unless ``timed``:
     on a GPU, measuring them needs a synchronization, which the meter does in profiled steps only.
     """
     if before is None or now is None:
-        return dict.fromkeys(("bytes_raw", "bytes_sent", "bytes_index", "comm_ms", "encode_ms", "decode_ms"))
+        return {}
 
     def milliseconds(seconds: float) -> float | None:
         return 1000 * seconds if timed else None
@@ -182,10 +182,10 @@ def sampled(reducer: Reducer | None, memory: PeakMemory) -> Iterator[dict[str, f
     no random numbers are drawn.
 
     Args:
-        reducer: The reducer, or None in a step that is not sampled; the columns are null then.
+        reducer: The reducer, or None in a step that is not sampled, which has no such columns.
         memory: Peak memory, which excludes the sample's own memory where possible.
     """
-    columns: dict[str, Any] = dict.fromkeys(COLUMNS)
+    columns: dict[str, float | None] = {}
     if reducer is None:
         yield columns
         return

@@ -103,7 +103,7 @@ def progress(folder: Path, steps: int, start: int, world: World) -> Iterator[Cal
 
     def show(row: dict[str, Any]) -> None:
         nonlocal raw, sent, written, printed
-        raw, sent = raw + (row["bytes_raw"] or 0), sent + (row["bytes_sent"] or 0)
+        raw, sent = raw + row.get("bytes_raw", 0), sent + row.get("bytes_sent", 0)
         loss = row["loss"]
         bar.set_postfix(loss="-" if loss is None else f"{loss:.3f}", ms=f"{row['step_ms']:.0f}", refresh=False)
         bar.update()

@@ -1,4 +1,4 @@
-"""Statistics of a run for its record, from the rows of its steps.
+"""Statistics of a run for its record, from the rows of its steps; fields that do not apply are left out.
 
 ``rows`` are those of all ranks; an `Outcome` is rank 0's.
 """
@@ -24,15 +24,6 @@ from gradwire.comm import parallel
 from gradwire.comm.closed_forms import raw_bytes, unhooked_by_link
 from gradwire.comm.collectives.world import World
 from gradwire.comm.topology import between_islands
-
-CODEC = (
-    *("extra_collectives", "extra_collective_time_ms", "padding_bytes", "density", "sparsity", "residual_norm"),
-    *("exempt_fraction", "fallbacks", "fallback_fraction"),
-)
-PRIVACY = (
-    *("epsilon", "delta", "noise_multiplier", "noise_multiplier_accounted", "clipped_fraction", "sampling"),
-    *("adjacency", "accountant", "epsilon_prv", "epsilon_rdp"),
-)
 
 
 def times(rows: list[Row]) -> Row:
@@ -104,7 +95,7 @@ def traffic(settings: Settings, world: World, outcome: Outcome, rows: list[Row])
 
 
 def codec(settings: Settings, rows: list[Row]) -> Row:
-    """Codec statistics of the reducer; all null without a reducer and at world size 1.
+    """Codec statistics of the reducer; none without a reducer and at world size 1.
 
     ``extra_collectives`` counts one rank's over the whole run; their time is per measured step, averaged over ranks.
     ``density`` covers what sparsifiers encoded on all ranks, in both phases. ``residual_norm`` is the root mean square
@@ -116,55 +107,54 @@ def codec(settings: Settings, rows: list[Row]) -> Row:
         rows: All ranks' rows.
     """
     if not settings.cell.hooked or not total_of(rows, "bytes_raw"):
-        return dict.fromkeys(CODEC)
+        return {}
     times = [row["extra_ms"] for row in rows if not row["warmup"] and not row["profiled"]]
     total = {name: total_of(rows, name) for name in COUNTED}
     chosen, among, encoded = (total[f"{which}_elements"] for which in ("chosen", "sparse", "encoded"))
-    norms = [row["residual_norm"] for row in rows if row["step"] == rows[-1]["step"]]
-    values = (
-        sum(row["extra_collectives"] for row in rows if row["rank"] == 0),
-        fmean(times) if times and None not in times else None,
-        total_of(rows, "bytes_padding"),
-        chosen / among if among else None,
-        1 - chosen / among if among else None,
-        None if None in norms else math.sqrt(fmean(norm * norm for norm in norms)),
-        total["exempt_elements"] / total["elements"],
-        total["fallbacks"],
-        total["fallback_elements"] / encoded if encoded else None,
-    )
-    return dict(zip(CODEC, values, strict=True))
+    norms = [row.get("residual_norm") for row in rows if row["step"] == rows[-1]["step"]]
+    return {
+        "extra_collectives": sum(row["extra_collectives"] for row in rows if row["rank"] == 0),
+        "extra_collective_time_ms": fmean(times) if times and None not in times else None,
+        "padding_bytes": total_of(rows, "bytes_padding"),
+        "density": chosen / among if among else None,
+        "sparsity": 1 - chosen / among if among else None,
+        "residual_norm": None if None in norms else math.sqrt(fmean(norm * norm for norm in norms)),
+        "exempt_fraction": total["exempt_elements"] / total["elements"],
+        "fallbacks": total["fallbacks"],
+        "fallback_fraction": total["fallback_elements"] / encoded if encoded else None,
+    }
 
 
 def compression_error(outcome: Outcome) -> Row:
     """Means over the sampled steps after the dense ones; null if no step was sampled."""
     steady = after_dense_steps(outcome, outcome.rows)
-    sampled = {name: [row[name] for row in steady if row[name] is not None] for name in COLUMNS}
+    sampled = {name: [row[name] for row in steady if row.get(name) is not None] for name in COLUMNS}
     return {name: fmean(values) if values else None for name, values in sampled.items()}
 
 
 def private(settings: Settings, outcome: Outcome) -> Row:
-    """The privacy budget spent; all null without private training, and ε null without a guarantee.
+    """The privacy budget spent in private training; ε is null without a guarantee.
 
     ``noise_multiplier`` is that of the sum over ranks; ε is computed from ``noise_multiplier_accounted``. The step in
     which a run diverged has no row but counts, because it may have changed the weights.
     """
     training, guarantee = settings.training, outcome.guarantee
     if guarantee is None:
-        return dict.fromkeys(PRIVACY)
+        return {}
     spent = guarantee.spent(len(outcome.rows) + (outcome.diverged is not None))
     samples, clipped = (total_of(outcome.rows, name) for name in ("samples", "clipped_samples"))
-    values = (
-        spent.epsilon,
-        guarantee.delta,
-        training.dp_noise_multiplier,
-        guarantee.multiplier,
-        clipped / samples if samples else None,
-        training.dp_sampling,
-        ADJACENCY,
-        spent.accountant,
-        *spent,
-    )
-    return dict(zip(PRIVACY, values, strict=True))
+    return {
+        "epsilon": spent.epsilon,
+        "delta": guarantee.delta,
+        "noise_multiplier": training.dp_noise_multiplier,
+        "noise_multiplier_accounted": guarantee.multiplier,
+        "clipped_fraction": clipped / samples if samples else None,
+        "sampling": training.dp_sampling,
+        "adjacency": ADJACENCY,
+        "accountant": spent.accountant,
+        "epsilon_prv": spent.prv,
+        "epsilon_rdp": spent.rdp,
+    }
 
 
 def by_op(rows: list[Row]) -> dict[str, int]:
@@ -178,12 +168,12 @@ def by_op(rows: list[Row]) -> dict[str, int]:
 def parameter_traffic(settings: Settings, outcome: Outcome, rows: list[Row]) -> Row:
     """Bytes of FSDP's parameter all-gathers over all ranks and optimizer steps, in float32 and as sent.
 
-    The framework's own gathers are float32, in closed form. Replicas gather nothing, so both are null. Muon's gathers
+    The framework's own gathers are float32, in closed form. Replicas gather nothing, so there are none. Muon's gathers
     of momenta are in bf16 and count in both.
     """
     raw = known_sum([row["bytes_parameters_raw"] for row in outcome.rows])  # over all ranks
     if raw is None:
-        return dict.fromkeys(("bytes_parameters_raw_total", "bytes_parameters_total"))
+        return {}
     sent = total_of(rows, "bytes_parameters") if settings.cell.param_compress != "none" else raw
     momenta = total_of(rows, "bytes_momenta")
     return {"bytes_parameters_raw_total": raw + momenta, "bytes_parameters_total": sent + momenta}
