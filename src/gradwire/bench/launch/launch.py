@@ -39,7 +39,6 @@ class Options(Strict):
         description="fork: fork ranks from one process that has imported torch; torchrun; spawn: start plain processes "
         "(default: fork on the CPU of one machine, else torchrun)",
     )
-    torchrun: bool = Field(False, description="same as --launcher torchrun")
     master_addr: str = Field("127.0.0.1", description="address of rank 0")
     master_port: Annotated[int, PORT] = Field(0, description="port of rank 0; 0 picks a free one")
     link: str = Field(
@@ -97,8 +96,6 @@ def start_ranks(options: Options, command: Command) -> None:
     """Run the command on all ranks of this machine or job."""
     if options.world_size == "auto":
         options = options.model_copy(update={"world_size": _rank_per_gpu(options, command)})
-    if options.torchrun:
-        options = options.model_copy(update={"launcher": "torchrun"})
     _check_size(options, command.arguments)
     leases.folder()  # checked before the verb's data
     if options.link != UNSHAPED:
