@@ -352,17 +352,17 @@ def test_an_exact_exchange_has_no_error_in_any_strategy(world, shards, tmp_path,
     assert record["density"] is None
 
 
-def test_what_does_not_apply_is_null(world, shards, tmp_path):
+def test_what_does_not_apply_is_left_out_of_the_record(world, shards, tmp_path):
     fields = ("grad_rel_error", "grad_cos_sim", "extra_collectives", "extra_collective_time_ms", "padding_bytes")
     fields += ("density", "sparsity", "residual_norm")
     _, unhooked = world(2).run(run, words(shards, tmp_path / "none", strategy="ddp", steps=2, eval_every=1))[0]
-    assert {unhooked[field] for field in (*fields, "index_bytes", "index_share")} == {None}
+    assert {unhooked.get(field) for field in (*fields, "index_bytes", "index_share")} == {None}
     _, alone = world(1).run(run, words(shards, tmp_path / "alone", comm_compress="topk", steps=2))[0]
-    assert {alone[field] for field in fields} == {None}
+    assert {alone.get(field) for field in fields} == {None}
     cell = json.dumps({"comm_optimizer": "onebit_adam", "dense_steps": 1})
     adam = {"strategy": "ddp", "comm_compress": "onebit", "comm_config_json": cell, "steps": 3, "eval_every": 1}
     _, momenta = world(2).run(run, words(shards, tmp_path / "adam", **adam))[0]
-    assert (momenta["grad_rel_error"], momenta["grad_cos_sim"]) == (None, None)
+    assert (momenta.get("grad_rel_error"), momenta.get("grad_cos_sim")) == (None, None)
     assert momenta["extra_collectives"] is not None
 
 
