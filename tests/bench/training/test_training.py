@@ -321,7 +321,7 @@ def test_looking_at_gradients_changes_neither_losses_nor_bytes(world, shards, tm
     assert errors == [row["grad_rel_error"] for row in other], "one number for all ranks"
     assert errors[0] < 1e-6, "dense"
     assert all(0.3 < error < 3 for error in errors[1:])
-    assert [row["grad_rel_error"] for row in rows] == [None] * 3 + errors[3:]
+    assert [row.get("grad_rel_error") for row in rows] == [None] * 3 + errors[3:]
     assert seen_record["grad_rel_error"] == pytest.approx(sum(errors[1:]) / 3)
     assert record["grad_rel_error"] == errors[3]
     assert 0 < record["grad_cos_sim"] < 1
@@ -509,7 +509,7 @@ def test_evaluations_of_local_updates_are_of_the_anchors(world, shards, tmp_path
     cell = {"comm_optimizer": "diloco", "H": 5, "outer_lr": 1.0, "outer_momentum": 0.0}
     options = {"strategy": "ddp", "comm_compress": "onebit", "comm_config_json": json.dumps(cell), "eval_every": 1}
     rows = world(2).run(run, words(shards, tmp_path, **options))[0][0]
-    evaluated = [row["val_loss"] for row in rows]
+    evaluated = [row.get("val_loss") for row in rows]
     assert len(set(evaluated[:4])) == 1 and len(set(evaluated)) == 3
     assert evaluated[0] == pytest.approx(math.log(300), rel=0.02)
     assert len(set(losses(rows))) == len(rows), "while the ranks train"
