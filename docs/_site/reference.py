@@ -50,6 +50,7 @@ PYTHON = {
     "Library: strategies": ("gradwire.comm.parallel.strategy",),
     "Attribution: corpora and tokens": (
         "gradwire.lm.data.sources",
+        "gradwire.lm.data.document",
         "gradwire.lm.data.corpus",
         "gradwire.lm.data.shards",
         "gradwire.lm.data.batches",

@@ -26,7 +26,7 @@ from gradwire.lm.data.defaults import CHAT_FORMAT, LENGTH, SKIP_INVALID, ChatFor
 from gradwire.lm.models.saved import ADAPTER, METADATA
 
 if TYPE_CHECKING:
-    from gradwire.lm.data.corpus import Document
+    from gradwire.lm.data.document import Document
 
 STATE = "trainer_state.json"  # of a Trainer's checkpoint
 RESULT, TOP, VALIDATION, SUBTASKS = "less.json", "top.jsonl", "validation.json", "subtasks.json"
@@ -88,7 +88,7 @@ def main(options: Options) -> None:
         GradwireError: If a step fails.
     """
     from gradwire.attribution.query.selection import select
-    from gradwire.lm.data.corpus import plain
+    from gradwire.lm.data.document import plain
 
     checkpoints = checkpoints_of(options.checkpoints)
     write_validation(options)
@@ -175,12 +175,13 @@ def write_validation(options: Options) -> None:
         BadInput: If a file is invalid.
     """
     from gradwire.lm.data import corpus
+    from gradwire.lm.data.document import Invalid
 
     subtasks: dict[str, str] = {}
 
     def documents() -> Iterator[Document]:
         for file in options.validation:
-            for document in corpus.checked(file, skipped=corpus.Invalid() if options.skip_invalid else None):
+            for document in corpus.documents(file, skipped=Invalid() if options.skip_invalid else None):
                 id_ = f"{file.stem}/{document.id}"
                 subtasks[id_] = file.stem
                 yield replace(document, id=id_)

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from itertools import product
 
 import ijson
 import pyarrow as pa
@@ -17,18 +16,19 @@ from data_samples import tokenize_words, values, write_corpus
 
 from gradwire.base.errors import BadInput
 from gradwire.cli import main
-from gradwire.lm.data import corpus
-from gradwire.lm.data.corpus import checked, documents, parse
+from gradwire.lm.data import document
+from gradwire.lm.data.corpus import documents
+from gradwire.lm.data.document import parse
 from gradwire.lm.data.tokenization import shards_of
 
 GOOD = json.dumps(values(3)).encode()
 PART = b'{"title": "t", "text": "x y"}'
 
 BAD = {
-    "truncated": (GOOD[:-40], "not valid JSON in Unicode"),
+    "truncated": (GOOD[:-40], "not valid JSON in UTF-8"),
     "no end": (GOOD[:-1], "Is the file complete?"),
     "no array": (b'{"id": "a", "text": "x"}', "is not a JSON array (it starts with '{')"),
-    "trailing garbage": (GOOD + b"]", "not valid JSON in Unicode"),
+    "trailing garbage": (GOOD + b"]", "not valid JSON in UTF-8"),
     "empty file": (b" \n", "is empty"),
     "empty array": (b"[]", "contains no documents"),
     "no object": (b'[{"text": "x"}, ["y"]]', "document 1 (counted from 0) is an array"),
@@ -39,7 +39,6 @@ BAD = {
     "id no string": (b'[{"id": [1], "text": "x"}]', "has [1] as id"),
     "id empty": (b'[{"id": "", "text": "x"}]', 'has "" as id'),
     "id true": (b'[{"id": true, "text": "x"}]', "has true as id"),
-    "a key twice": (b'[%b, {"text": "x", "text": "y"}]' % PART, "document 1 (counted from 0) has the key 'text' twice"),
     "duplicate ids": (
         b'[{"id": "a", "text": "x"}, %b, {"id": "a", "text": "z"}]' % PART,
         "document 2 (counted from 0, id 'a') has the id of document 0",
@@ -53,20 +52,11 @@ BAD = {
         "document 1 (counted from 0, id 'sample_1') has the id of document 0",
     ),
     "invalid UTF-8": (b'[{"text": "x"}, {"text": "\xff\xfe"}]', "invalid bytes in UTF8 string in document 1"),
-    "surrogate": (b'[{"text": "\xed\xa0\x80"}]', "not valid JSON in Unicode"),
-    "half a pair": (b'[{"text": "x"}, {"text": "cut \\ud83d"}]', r"document 1 (counted from 0) has \ud83d, half of"),
-    "the other half": (b'[%b, {"text": "cut \\uDE00."}]' % PART, r"document 1 (counted from 0) has \uDE00, half of"),
-    "half in an id": (b'[{"id": "a\\ud83d", "text": "x"}]', r"document 0 (counted from 0) has \ud83d, half of"),
-    "half and a letter": (b'[{"text": "\\ud83d\\u0041"}]', r"document 0 (counted from 0) has \ud83d, half of"),
-    "half in UTF-16": (
-        '[{"text": "x"}, {"text": "\ud83d"}]'.encode("utf-16", "surrogatepass"),
-        "illegal UTF-16 surrogate",
+    "surrogate": (b'[{"text": "\xed\xa0\x80"}]', "not valid JSON in UTF-8"),
+    "an endless weight": (
+        b'[{"text": "x", "weight": 1e%d}]' % 10**20,
+        "a number of too large an exponent",
     ),
-    "an endless id": (b'[{"id": 1e2000000000, "text": "x"}]', "has 1E+2000000000 as id, a number of more than 4300"),
-    "an endless fraction": (b'[{"id": 1e-2000000000, "text": "x"}]', "has 1E-2000000000 as id, a number of more than"),
-    "an endless weight": (b'[{"text": "x", "weight": 1e%d}]' % 10**20, "has a number of too large an exponent"),
-    "a long integer": (b'[%b, {"x": 1%b}]' % (PART, b"0" * 4300), "document 1 (counted from 0) has a number of more"),
-    "deep": (b"[%b, %b1%b]" % (PART, b'{"a":[' * 500, b"]}" * 500), "document 1 (counted from 0) has more than 1000"),
     "too small": (b"[%b]" % PART, "is too small"),
 }
 
@@ -137,25 +127,20 @@ def test_ids_may_be_elsewhere_in_a_document(tmp_path, monkeypatch, capsys):
 
     assert ids() == (0, ["sample_0", "sample_1"])
     assert ids("--id_from", "doi") == (0, ["10.3", "10.4"])
-    monkeypatch.setattr(corpus, "entry_points", lambda group: [Extractor()] * (group == "gradwire.sample_ids"))
+    monkeypatch.setattr(document, "entry_points", lambda group: [Extractor()] * (group == "gradwire.sample_ids"))
     assert ids("--id_from", "numbered") == (0, ["J/3", "J/4"])
     assert main(["download", "--source", "pydocs", "--id_from", "doi", "--output", str(tmp_path / "x.json")]) == 2
     assert "works with --source json only" in capsys.readouterr().err
 
 
-UNICODE = ["utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-be"]
-
-
-@pytest.mark.parametrize("piece", [1, 7])
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
 @pytest.mark.parametrize("name", ["c.json", "c.jsonl"])
-def test_a_corpus_may_be_in_any_unicode_encoding_and_read_in_any_pieces(name, piece, tmp_path, monkeypatch):
-    monkeypatch.setattr(corpus, "PIECE", piece)
+def test_a_corpus_may_have_a_byte_order_mark_and_escapes(name, encoding, tmp_path):
     texts = [r"\ud83d is half, \\", '😀 a "quoted" 日本\n', "[{1234}]", "é" * 99]
     made = [{"id": text, "title": "\\", "text": text, "x": [[1.5, {}], n]} for n, text in enumerate(texts)]
-    forms = [json.dumps(made), json.dumps(made, ensure_ascii=False, indent=1)]
-    if name == "c.jsonl":
-        forms = ["\n".join(json.dumps(value, ensure_ascii=ascii_) for value in made) for ascii_ in (True, False)]
-    for form, encoding in product(forms, UNICODE):
+    for escaped in (True, False):
+        lines = [json.dumps(value, ensure_ascii=escaped) for value in made]
+        form = "\n".join(lines) if name == "c.jsonl" else f"[{', '.join(lines)}]"
         (tmp_path / name).write_bytes(form.encode(encoding))
         assert [(one.id, one.body) for one in documents(tmp_path / name)] == [(text, text) for text in texts]
 
@@ -295,7 +280,7 @@ def test_wikipedia_wants_a_size(tmp_path, capsys):
 
 def test_a_checked_corpus_may_be_drawn_from_changing_threads(tmp_path):
     expected = values(20)
-    drawn = checked(write_corpus(tmp_path / "corpus.json", expected))
+    drawn = documents(write_corpus(tmp_path / "corpus.json", expected))
     with ThreadPoolExecutor(1) as other:
         ids = [next(drawn).id, *(other.submit(next, drawn).result().id for _ in range(5)), *(doc.id for doc in drawn)]
     assert ids == [value["id"] for value in expected]

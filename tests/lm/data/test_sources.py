@@ -21,8 +21,9 @@ from gradwire.base.errors import BadInput
 from gradwire.base.strict import checked, to_flags
 from gradwire.bench.config import Dataset
 from gradwire.cli import main
-from gradwire.lm.data import corpus, sources
-from gradwire.lm.data.corpus import Document, documents
+from gradwire.lm.data import sources
+from gradwire.lm.data.corpus import documents
+from gradwire.lm.data.document import Document, parse
 from gradwire.lm.data.sources import SOURCES, Source, Stream
 from gradwire.lm.data.sources import datasets as hub
 from gradwire.lm.data.sources.text import split_title
@@ -40,7 +41,7 @@ class Numbers(Source):
 
     def open(self):
         made = ({"id": str(n), "text": f"the number {n}"} for n in range(self.odd, self.count, 1 + self.odd))
-        return Stream("numbers", "1", corpus.parse(made, "numbers"))
+        return Stream("numbers", "1", parse(made, "numbers"))
 
 
 @pytest.fixture(autouse=True)

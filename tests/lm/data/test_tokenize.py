@@ -203,8 +203,8 @@ def test_a_long_step_says_how_far_it_is_and_what_takes_long(tmp_path, monkeypatc
         yield from checked(*arguments, **options)
         time.sleep(0.1 + 2 * (time.monotonic() - start))
 
-    checked = tokenizer.corpus.checked
-    monkeypatch.setattr(tokenizer.corpus, "checked", slow_at_its_end)
+    checked = tokenizer.corpus.documents
+    monkeypatch.setattr(tokenizer.corpus, "documents", slow_at_its_end)
     monkeypatch.setattr(tokenizer, "FIRST", 0.001)
     word = "".join(random.Random(7).choices("abcdefghijklmnopqrstuvwxyz", k=20_000))
     path = write_corpus(tmp_path / "c.json", [*values(60), {"id": "long", "text": f"some {word} words"}])

@@ -86,7 +86,7 @@ def main(options: Options) -> None:
     from gradwire.attribution.query.search import groups_of, open_store, order_of
     from gradwire.attribution.query.searcher import documents_of
     from gradwire.attribution.store.row_file import npy_writer
-    from gradwire.lm.data.corpus import content
+    from gradwire.lm.data.document import content
 
     damping = options.chosen_damping
     stated = options.weights == (LEARNING_RATE,)

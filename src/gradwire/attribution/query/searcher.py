@@ -22,8 +22,8 @@ from gradwire.comm.collectives import world
 from gradwire.lm.data import corpus as corpora
 from gradwire.lm.data import tokenization, tokenizer
 from gradwire.lm.data.chats import chosen, kind
-from gradwire.lm.data.corpus import Document
 from gradwire.lm.data.defaults import ChatFormat
+from gradwire.lm.data.document import Document, Invalid, parse
 from gradwire.lm.data.shards import Sample, Shards, chat_format_of, check
 from gradwire.lm.data.writer import encode
 from gradwire.lm.models import saved
@@ -112,7 +112,7 @@ class Searcher:
         reader = tokenizer.load(self.model_dir)
         chats = chosen(self.chat_format, reader.template)
         self._check_format(chats.name, "the query")
-        (document,) = corpora.parse([{"messages": messages}], "the query", chats=chats)
+        (document,) = parse([{"messages": messages}], "the query", chats=chats)
         (encoded,) = encode(reader, [document])
         return self._of_tokens(encoded.tokens, reader.pad_id, encoded.is_target)
 
@@ -268,7 +268,7 @@ def documents_of(ids: Sequence[str], corpus: Path) -> dict[str, Document]:
         BadInput: If a document is missing.
     """
     wanted = {id_: id_ for id_ in ids} | {document(id_): document(id_) for id_ in ids}
-    documents = {text.id: text for text in corpora.documents(corpus, skipped=corpora.Invalid()) if text.id in wanted}
+    documents = {text.id: text for text in corpora.documents(corpus, skipped=Invalid()) if text.id in wanted}
     missing = [id_ for id_ in ids if id_ not in documents and document(id_) not in documents]
     if missing:
         raise BadInput(f"{corpus} has no document of sample {missing[0]!r} ({len(missing)} such samples).")

@@ -12,7 +12,7 @@ from gradwire.attribution.options import number_of
 from gradwire.attribution.store.store import document
 from gradwire.base.errors import BadInput
 from gradwire.lm.data import corpus
-from gradwire.lm.data.corpus import Document
+from gradwire.lm.data.document import Document, Invalid, content
 
 
 class Selected(NamedTuple):
@@ -40,7 +40,7 @@ def select(path: Path, scores: Mapping[str, float], top_k: str) -> Selected:
     Raises:
         BadInput: If a sample's document is not in the file.
     """
-    contents = {each.id: _digest(each) for each in corpus.documents(path, skipped=corpus.Invalid())}
+    contents = {each.id: _digest(each) for each in corpus.documents(path, skipped=Invalid())}
     best: dict[str, float] = {}
     for sample_id, score in scores.items():
         id_ = sample_id if sample_id in contents else document(sample_id)
@@ -54,10 +54,10 @@ def select(path: Path, scores: Mapping[str, float], top_k: str) -> Selected:
         repeated += contents[id_] in chosen
         chosen.setdefault(contents[id_], id_)
     ids = {*chosen.values()}
-    documents = {each.id: each for each in corpus.documents(path, skipped=corpus.Invalid()) if each.id in ids}
+    documents = {each.id: each for each in corpus.documents(path, skipped=Invalid()) if each.id in ids}
     return Selected([documents[id_] for id_ in chosen.values()], len(best), repeated)
 
 
 def _digest(selected: Document) -> bytes:
     """A digest of a document's content, without its id."""
-    return hashlib.blake2b(json.dumps(corpus.content(selected), sort_keys=True).encode(), digest_size=16).digest()
+    return hashlib.blake2b(json.dumps(content(selected), sort_keys=True).encode(), digest_size=16).digest()

@@ -23,7 +23,7 @@ from gradwire.attribution.store.store import Block, Names
 from gradwire.base.errors import BadInput, bounded
 from gradwire.lm.data import corpus
 from gradwire.lm.data.chats import chosen, kind
-from gradwire.lm.data.corpus import Document
+from gradwire.lm.data.document import Document, Invalid
 from gradwire.lm.data.shards import Shards
 from gradwire.lm.data.tokenizer import chat_template
 from gradwire.lm.data.writer import split_of
@@ -109,7 +109,7 @@ class Audit:
             return corpus.documents(path)
         template = chat_template(self.shards.folder.parent.parent / "tokenizer")
         chats = chosen(kind(self.shards.meta["chat_format"]), template)
-        return corpus.checked(path, chats=chats, skipped=corpus.Invalid())
+        return corpus.documents(path, chats=chats, skipped=Invalid())
 
     def folders(self, dims: Sequence[int] | None) -> None:
         """Check that only the collection's own folders exist, for the given widths or for all."""

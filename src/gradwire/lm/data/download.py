@@ -62,12 +62,13 @@ def beside(options: Download) -> Path:
 def main(options: Download) -> None:
     """Write the corpus and, next to it, its origin in ``<name>.source.json``."""
     from gradwire.lm.data import corpus
+    from gradwire.lm.data.document import distinct
 
     source = build(options.source, given_options(options))
     if source.size and options.max_mb is None:
         raise BadInput(f"--source {options.source} is {source.size}; limit its size with --max_mb N.")
     stream = source.open()
-    documents = corpus.distinct(stream.documents, stream.where)
+    documents = distinct(stream.documents, stream.where)
     written = corpus.write(options.output, documents, None if options.max_mb is None else int(options.max_mb * 1e6))
     write_json(
         options.output.with_suffix(".source.json"),

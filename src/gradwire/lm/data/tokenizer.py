@@ -27,6 +27,7 @@ from gradwire.base.files import LARGEST_JSON, check_size, check_sums, read_objec
 from gradwire.lm.data import corpus
 from gradwire.lm.data.chats import Template
 from gradwire.lm.data.defaults import VOCABULARY
+from gradwire.lm.data.document import Invalid
 
 TOKENIZER, CONFIG, ORIGIN = "tokenizer.json", "tokenizer_config.json", "origin.json"
 TEMPLATE, OLD_TEMPLATE = "chat_template.jinja", "chat_template.json"  # or an entry of the configuration
@@ -203,8 +204,8 @@ def _train(corpus_path: Path, vocab_size: int, skip_invalid: bool) -> tokenizers
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    skipped = corpus.Invalid() if skip_invalid else None
-    texts = Texts(document.text for document in corpus.checked(corpus_path, skipped=skipped))
+    skipped = Invalid() if skip_invalid else None
+    texts = Texts(document.text for document in corpus.documents(corpus_path, skipped=skipped))
     with progress(lambda: f"training the tokenizer on {texts.read}"):
         backend.train_from_iterator(texts, trainer)
     if backend.get_vocab_size() < vocab_size:

@@ -26,7 +26,7 @@ from gradwire.base.errors import BadInput
 from gradwire.base.files import sha256_file, whole
 from gradwire.lm.data import corpus
 from gradwire.lm.data.chats import Format
-from gradwire.lm.data.corpus import Document, FirstSeen
+from gradwire.lm.data.document import Document, FirstSeen, Invalid
 from gradwire.lm.data.shards import (
     ALL,
     FORMAT_VERSION,
@@ -236,8 +236,8 @@ def _write(writers: dict[str, SplitWriter], corpus_path: Path, tokenizer: Tokeni
     for writer in writers.values():
         writer.count(tables(writer.folder, writer.meta))
     done = {split: writer.meta["processed_documents"] for split, writer in writers.items()}
-    skipped = corpus.Invalid() if next(iter(writers.values())).meta["skip_invalid"] else None
-    documents = Noticed(corpus.checked(corpus_path, chats=chats, skipped=skipped))
+    skipped = Invalid() if next(iter(writers.values())).meta["skip_invalid"] else None
+    documents = Noticed(corpus.documents(corpus_path, chats=chats, skipped=skipped))
     waiting = remaining(documents, done, val_fraction)
     characters: set[str] = set()
     for split, document, encoding in encoded(waiting, tokenizer, characters if tokenizer.may_drop else None):
@@ -346,7 +346,7 @@ def _shared(sample_id: str, corpus_path: Path) -> BadInput:
     whole_document = sample_id.rpartition("#")[0]
     positions = {
         document.id: document.position
-        for document in corpus.documents(corpus_path, skipped=corpus.Invalid())
+        for document in corpus.documents(corpus_path, skipped=Invalid())
         if document.id in (whole_document, sample_id)
     }
     return BadInput(

@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 from gradwire.base.errors import BadInput, unknown
 from gradwire.base.files import check_length
 from gradwire.base.plugins import Plugins
-from gradwire.lm.data.corpus import Document
+from gradwire.lm.data.document import Document
 
 SOURCES = Plugins("source", "gradwire.lm.data.sources", "gradwire.sources")
 

@@ -13,7 +13,8 @@ from pydantic import Field, model_validator
 
 from gradwire.base.errors import BadInput, unknown
 from gradwire.base.files import check_regular, digest, read_object, sha256_file
-from gradwire.lm.data import corpus, targets
+from gradwire.lm.data import targets
+from gradwire.lm.data.document import parse
 from gradwire.lm.data.sources import Source, Stream, folder_name, require_revision
 
 ONE, SEVERAL = "state.json", "dataset_dict.json"  # files of a saved split, and of a folder of saved splits
@@ -61,7 +62,7 @@ class Datasets(Source):
         """Return the rows in the dataset's order."""
         metadata: Counter[str] = Counter()
         table, revision = self._saved() if self.data_path.is_dir() else self._on_hub()
-        return Stream(self._where, revision, corpus.parse(self._documents(table, metadata), self._where), metadata)
+        return Stream(self._where, revision, parse(self._documents(table, metadata), self._where), metadata)
 
     def content(self) -> Any:
         """The options, with a local folder's digest instead of its path."""

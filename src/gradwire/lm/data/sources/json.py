@@ -12,8 +12,8 @@ from pydantic import Field
 
 from gradwire.base.errors import BadInput
 from gradwire.lm.data import corpus
-from gradwire.lm.data.corpus import Document
 from gradwire.lm.data.defaults import SKIP_INVALID
+from gradwire.lm.data.document import Document, Invalid
 from gradwire.lm.data.sources import Source, Stream, folder_name, require_revision
 
 
@@ -41,8 +41,8 @@ class Json(Source):
         return Stream(where, revision, self._documents(metadata), metadata)
 
     def _documents(self, metadata: Counter[str]) -> Iterator[Document]:
-        skipped = corpus.Invalid() if self.skip_invalid else None
-        yield from corpus.checked(self.data_path, self.id_from, skipped=skipped)
+        skipped = Invalid() if self.skip_invalid else None
+        yield from corpus.documents(self.data_path, self.id_from, skipped=skipped)
         if skipped is not None:
             metadata["invalid_left_out"] = skipped.count
 

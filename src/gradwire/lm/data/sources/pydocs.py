@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from gradwire.lm.data import corpus
+from gradwire.lm.data.document import parse
 from gradwire.lm.data.sources import Source, Stream, require_revision
 
 MIN_CHARACTERS = 150  # shorter docstrings are signatures and one-liners rather than prose
@@ -35,7 +35,7 @@ class Pydocs(Source):
         where = "the running Python's documentation"
         revision = require_revision(where, self.revision, platform.python_version())
         metadata: Counter[str] = Counter()
-        return Stream(where, revision, corpus.parse(_values(metadata), where), metadata)
+        return Stream(where, revision, parse(_values(metadata), where), metadata)
 
 
 def _values(metadata: Counter[str]) -> Iterator[dict[str, str]]:

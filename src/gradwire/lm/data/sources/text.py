@@ -16,6 +16,7 @@ from pydantic import Field
 from gradwire.base.errors import BadInput
 from gradwire.base.files import check_regular, digest
 from gradwire.lm.data import corpus
+from gradwire.lm.data.document import parse
 from gradwire.lm.data.sources import Source, Stream, folder_name, require_revision
 
 ENDINGS = (".txt", ".md", ".rst")
@@ -42,7 +43,7 @@ class Text(Source):
         files = self._files(metadata)
         where = str(self.data_path)
         revision = require_revision(where, self.revision, files_digest(files))
-        return Stream(where, revision, corpus.parse(self._documents(files, metadata), where), metadata)
+        return Stream(where, revision, parse(self._documents(files, metadata), where), metadata)
 
     def content(self) -> Any:
         """The digest of the files, and their encoding."""

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from gradwire.base.errors import BadInput
 from gradwire.base.files import check_regular
-from gradwire.lm.data import corpus
+from gradwire.lm.data.document import parse
 from gradwire.lm.data.sources import Source, Stream, datasets
 
 DATASET = "wikimedia/wikipedia"
@@ -43,11 +43,11 @@ class Wikipedia(Source):
             commit = datasets.commit(DATASET, self.revision or REVISION, WITHOUT_NETWORK)
             where = f"{DATASET} {CONFIG}"
             table = datasets.streamed(path=DATASET, name=CONFIG, revision=commit, split="train")
-            return Stream(where, commit, corpus.parse(datasets.rows(table, COLUMNS, where), where))
+            return Stream(where, commit, parse(datasets.rows(table, COLUMNS, where), where))
         check_regular(self.data_path, "--data_path")
         if not self.data_path.is_file():
             raise BadInput(f"--data_path {self.data_path} is not a file.")
-        return Stream(str(self.data_path), None, corpus.parse(_rows_of(self.data_path), str(self.data_path)))
+        return Stream(str(self.data_path), None, parse(_rows_of(self.data_path), str(self.data_path)))
 
 
 def _rows_of(file: Path) -> Iterator[dict[str, Any]]:
