@@ -1,0 +1,130 @@
+"""Every module, member, file and entry-point group that pages, docstrings and comments name exists."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from gradwire.attribution.store.checks import CUSTOM
+from gradwire.comm.compressors.registry import COMPRESSORS
+from gradwire.comm.topology import STRATEGIES
+from gradwire.lm.data.corpus import ID_GROUP
+from gradwire.lm.data.sources import SOURCES
+from gradwire.lm.models.presets import PRESETS
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "src" / "gradwire"
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")]
+SOURCES_OF_PROSE = [*PACKAGE.rglob("*.py")]
+GROUPS = {plugins.group for plugins in (COMPRESSORS, STRATEGIES, SOURCES, PRESETS)} | {CUSTOM, ID_GROUP}
+HISTORY = {"CHANGELOG.md"}  # names what left
+FILES = {"gradwire.json", "gradwire.def"}
+MADE = {  # by the reader of a page
+    "src/gradwire/comm/compressors/methods/dither.py",
+    "tests/comm/compressors/test_dither.py",
+}
+NAME = re.compile(r"(?<![\w./-])gradwire(?:\.[A-Za-z_]\w*)+")
+TOP = "src|tests|benchmarks|configs|docs|examples|workflow|containers"
+FILE = re.compile(rf"(?<![\w./:-])(?:{TOP})/[\w./-]*\w\.(?:py|md|yaml|yml|jsonl|csv|sh|json|lock)\b")
+ROOM = re.compile(r"(?<=`)(?:base|comm|lm|attribution|bench)/[\w/-]*\w\.py(?=`)")  # from src/gradwire
+MEMBER = re.compile(r"`([A-Z]\w+)\.([a-z_]\w*)(?:\([^`]*\))?`")
+
+
+def prose(file: Path) -> str:
+    """A page, or the docstrings and comments of a module."""
+    text = file.read_text(encoding="utf-8")
+    if file.suffix == ".md":
+        return text
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    docstrings = [ast.get_docstring(node) or "" for node in ast.walk(ast.parse(text)) if isinstance(node, documented)]
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    return "\n".join([*docstrings, *(token.string for token in tokens if token.type == tokenize.COMMENT)])
+
+
+@cache
+def resolves(name: str) -> bool:
+    """Whether a dotted name is a module, a member of one, or a group of entry points."""
+    if name in GROUPS:
+        return True
+    parts = name.split(".")
+    for end in range(len(parts), 0, -1):
+        module = ".".join(parts[:end])
+        try:
+            found = find_spec(module) is not None
+        except ModuleNotFoundError:
+            found = False
+        if found:
+            holder = import_module(module) if end < len(parts) else None
+            for part in parts[end:]:
+                if not hasattr(holder, part) and part not in getattr(holder, "__annotations__", {}):
+                    return False
+                holder = getattr(holder, part, None)
+            return True
+    return False
+
+
+@cache
+def members() -> dict[str, set[str]]:
+    """Names that are defined in the classes of the package, by class; those of its bases in the package included."""
+    own: dict[str, set[str]] = {}
+    bases: dict[str, set[str]] = {}
+    for file in SOURCES_OF_PROSE:
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                defined = own.setdefault(node.name, set())
+                bases.setdefault(node.name, set()).update(ast.unparse(base).split("[")[0] for base in node.bases)
+                for each in ast.walk(node):
+                    if isinstance(each, ast.FunctionDef):
+                        defined.add(each.name)
+                    elif isinstance(each, ast.AnnAssign | ast.Assign):
+                        targets = each.targets if isinstance(each, ast.Assign) else [each.target]
+                        defined |= {getattr(target, "id", getattr(target, "attr", "")) for target in targets}
+
+    def all_of(name: str) -> set[str]:
+        return own.get(name, set()).union(*(all_of(base) for base in bases.get(name, ()) if base != name))
+
+    return {name: all_of(name) for name in own if all(base in own for base in bases[name])}
+
+
+def lost(file: Path) -> Iterator[str]:
+    """References of a file's prose that lead nowhere."""
+    text = prose(file)
+    yield from (name for name in set(NAME.findall(text)) - FILES if not resolves(name))
+    places = (ROOT, file.parent)
+    yield from (path for path in set(FILE.findall(text)) - MADE if not any((place / path).exists() for place in places))
+    yield from (path for path in set(ROOM.findall(text)) if not (PACKAGE / path).exists())
+    known = members()
+    yield from (
+        f"{name}.{member}" for name, member in set(MEMBER.findall(text)) if member not in known.get(name, {member})
+    )
+
+
+def test_prose_names_what_exists():
+    files = [*SOURCES_OF_PROSE, *(page for page in PAGES if page.name not in HISTORY)]
+    wrong = {str(file.relative_to(ROOT)): found for file in files if (found := sorted(lost(file)))}
+    assert not wrong
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "`gradwire.lm.models.nowhere`",
+        "``gradwire.nowhere``",
+        "see `benchmarks/nowhere.md`",
+        "in `comm/nowhere.py`",
+        "`Reducer.nowhere()`",
+    ],
+)
+def test_a_reference_to_nothing_would_be_seen(tmp_path, text):
+    page = tmp_path / "page.md"
+    page.write_text(text)
+    assert list(lost(page))
