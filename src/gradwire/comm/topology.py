@@ -1,4 +1,4 @@
-"""Strategies by name, islands of ranks, and links by class: which of them go together.
+"""Which strategies, numbers of islands and kinds of links can be combined.
 
 Rank r is in island ``r // ranks_per_island``. A link is a rate, that of each rank's own cable, or ``between-RATE``: one
 cable to each island, and no limit inside it. Strategy ``hsdp`` shards inside islands; the others run on a link between

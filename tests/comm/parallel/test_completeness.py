@@ -161,7 +161,7 @@ def changed(rank, world, group, strategy, change):
     return max(float((reduced[name].double() - right[name]).norm() / right[name].norm()) for name in right)
 
 
-NOTHING = "RunFault: optimizer step 2 ends, but no gradient was reduced"
+NOTHING = "RunFault: no gradient was averaged in optimizer step 2"
 UNREDUCED = "RunFault: optimizer step 2: 2 parameters have gradients that were not reduced on rank "
 PART = UNREDUCED + "0 ({0}.weight, {0}.bias), nor were some on rank 1. "
 CASES = {

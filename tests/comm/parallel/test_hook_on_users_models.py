@@ -225,7 +225,7 @@ def part_given(rank, world, group):
 
 def test_a_part_of_a_sharded_model_is_refused(world):
     for part, whole in world(2).run(part_given):
-        assert "is a part of a model that fully_shard has sharded" in part and not whole
+        assert "is only a part of a model that fully_shard has sharded" in part and not whole
 
 
 def by_hand(rank, world, group, strategy):
@@ -492,7 +492,7 @@ def two_models(rank, world, group):
         model(noise(rank, 5, 9)).square().sum().backward()
     assert reducer.finish()
     models[0](noise(rank, 5, 9)).square().sum().backward()
-    with pytest.raises(RunFault, match="no gradient of 1 of the 2 models of this reducer was reduced"):
+    with pytest.raises(RunFault, match="no gradient of 1 of the 2 models of this reducer was averaged"):
         reducer.finish()
     return [name for model in models for name in whole_gradients(model)]
 

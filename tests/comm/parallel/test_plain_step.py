@@ -265,7 +265,7 @@ def test_what_cannot_train_apart_is_refused_at_the_call(world):
         "order": "DiLoCo takes an optimizer of torch, such as AdamW, then the model, not Linear",
         "twice": "then the model, not DiLoCo",
         "warm-up": "dense_steps must be at least 1",
-        "scaler": "DiLoCo has no use for a GradScaler",
+        "scaler": "DiLoCo does not support GradScaler",
     }
     for answers in world(4).run(refused):
         for case, message in expected.items():

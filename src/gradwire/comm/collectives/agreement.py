@@ -26,7 +26,7 @@ class Watch(Protocol):
         """The parameters that it watches."""
 
     def begun(self, layout: Layout) -> None:
-        """Take notice of a reduction."""
+        """Record that a reduction has started."""
 
     def finish(self) -> list[str] | None:
         """End the step; return the parameters that need a reduction and had none, or None if nothing was reduced."""
@@ -51,11 +51,10 @@ def check_reduced(watches: Sequence[Watch], step: int) -> list[str]:
     if None in models:
         which = "" if len(models) == 1 else f" of {models.count(None)} of the {len(models)} models of this reducer"
         raise RunFault(
-            f"optimizer step {step + 1} ends, but no gradient{which} was reduced since the step before: end "
-            f"a step once, by step() of an optimizer that compress_gradients was given or by finish(), after a "
-            f"backward pass through the model that has the reducer (not through a copy or its inner module), "
-            f"outside of no_sync, and wrap a model again after converting it. Models that take their steps in turn "
-            f"need a reducer each.",
+            f"no gradient{which} was averaged in optimizer step {step + 1}: run the backward pass through the wrapped "
+            f"model (not a copy or its inner module) and outside of no_sync, end each step once (by the optimizer "
+            f"given to compress_gradients, or by finish()), and wrap a model again after converting it. Models that "
+            f"take their steps in turn need a reducer each.",
             step=step,
         )
     return [name for names in models for name in names or ()]

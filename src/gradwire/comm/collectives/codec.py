@@ -341,7 +341,7 @@ class Codec:
         self._loaded = Loaded()
 
     def check_names(self, names: Container[str]) -> None:
-        """Warn of what was restored for parameters that the model does not have; a reduction does it else.
+        """Warn of restored state of parameters that the model does not have; otherwise the first reduction warns.
 
         Args:
             names: The model's parameters.

@@ -210,7 +210,7 @@ class Layout:
 
     @cached_property
     def _runs(self) -> tuple[Piece, ...]:
-        """The pieces, where those of one parameter follow each other as one; the row of such a one means nothing."""
+        """The pieces, with contiguous ones of a parameter merged; a merged piece's `row` is undefined."""
         runs: list[Piece] = []
         for piece in self.pieces:
             last = runs[-1] if runs else None

@@ -47,7 +47,7 @@ def nbytes(x: Tensor) -> int:
 
 @contextmanager
 def unlogged() -> Iterator[None]:
-    """Raise a failed collective's own error: to log it, torch looks its group up, and fails for one of torchft."""
+    """Raise the original error of a collective; torch's logging of errors fails for process groups of torchft."""
     try:
         yield
     except ValueError as error:

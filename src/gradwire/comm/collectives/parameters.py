@@ -137,7 +137,7 @@ class Replica:
         self.restore(row)
 
     def restore(self, row: Tensor) -> None:
-        """Set the replica to the rows that all ranks pass here, bit by bit."""
+        """Set the replica to exactly the rows that all ranks pass here."""
         self.own.copy_(row)
         self.gather(self.values, self.layout, exact=True)
         self.values.add_(0.0)  # turns -0.0 into 0.0, as `ParameterGather.add` needs it

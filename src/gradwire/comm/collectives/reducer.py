@@ -60,7 +60,7 @@ def check_options(
                 f"options is not; take exchange or gather."
             )
         if checked.granularity == "row":
-            raise BadInput("granularity row encodes rows, and algorithm native sums parameters; take exchange.")
+            raise BadInput("algorithm native sums parameters and cannot encode rows (granularity row): use exchange.")
     return schedule, checked
 
 
@@ -247,7 +247,7 @@ class Reducer:
         connect(self.group, device, self.codec.options.overlap, again)
 
     def join(self, name: str, part: Reducer) -> None:
-        """Have a reducer over other ranks end its steps with this one: nobody calls its `finish`.
+        """Attach a reducer over another process group; `finish` of this reducer finishes it too.
 
         What it meets is part of what this reducer's `finish` agrees on, its traffic part of this one's, also by itself
         under ``name``, and its state part of this one's. It draws with the number that this rank has here.
@@ -542,7 +542,7 @@ class Reducer:
         for option, value in self._options.items():
             if part["options"][option] != value:
                 raise BadInput(
-                    f"the reducer's state is of one with {option} {part['options'][option]}, and this one has "
+                    f"the state was saved by a reducer with {option} {part['options'][option]}, and this one has "
                     f"{value}: build it with the same options."
                 )
         if part["algorithm"] not in (*ALGORITHMS, "auto"):
@@ -567,7 +567,7 @@ class Reducer:
             flat = pad(flat, (0, layout.numel - numel))
         layout.check(flat)
         if kind == "reduce_scatter" and not layout.by_row:
-            raise RunFault("a reduce-scatter needs a layout whose rows follow each other, such as Layout.dim0.")
+            raise RunFault("a reduce-scatter needs a layout with contiguous rows: use Layout.dim0.")
         if self.world == 1:
             mean = flat.to(torch.float32)
             if then is not None:

@@ -145,7 +145,7 @@ def option_schema(name: str) -> dict[str, Any]:
 
 
 def sources(name: str) -> list[str]:
-    """The modules that a method or chain brings along, its fused forms included; no import statement leads to them.
+    """Modules that a method or chain depends on, including kernels; they are loaded by name, not imported.
 
     A method of another package brings none of ours.
     """

@@ -25,7 +25,7 @@ class Ask(NamedTuple):
         op: ``sum`` and ``max`` element by element; ``gather`` puts the ranks' tensors one after another, [W, ...].
         tensor: This rank's part; equal in shape and type on all ranks.
         rows: Whether the tensor has one element per element of x, so that a reduce-scatter may answer with the part
-            that belongs to this rank's rows only. Its driver then cuts what depends on it alike.
+            that belongs to this rank's rows only. The caller slices dependent tensors the same way.
         spare: Whether the driver may overwrite the tensor.
     """
 
@@ -82,7 +82,7 @@ class Reducible:
 
     name: ClassVar[str]
     linear: ClassVar[bool] = False
-    """Whether `rounds` gives what one worker with the mean would get: then ``algorithm: auto`` prefers them."""
+    """Whether `rounds` equals compressing the mean; ``algorithm: auto`` then uses it."""
 
     @property
     def has_rounds(self) -> bool:

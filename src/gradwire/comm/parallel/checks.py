@@ -57,7 +57,7 @@ class Completeness:
         return bool(self._reduced)
 
     def begun(self, layout: Layout) -> None:
-        """Take notice of a reduction; warn, once, if a parameter has changed since it was reduced in the same step.
+        """Record a reduction; warn, once, if a parameter has changed since it was reduced in the same step.
 
         Parameters change when the optimizer steps, and not between the micro-batches of one step, whether or not all of
         them are reduced. An optimizer may step in the backward pass, after each reduction. Autograd's version counters
@@ -104,7 +104,7 @@ class Completeness:
             self._strategy.leave_out(model, names)
 
     def _stepped(self, optimizer: Optimizer, *_: object) -> None:
-        """Take notice of an optimizer's step."""
+        """Record that an optimizer has stepped."""
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         for name in self._reduced:
             if id(self._parameters.get(name)) in held:

@@ -47,7 +47,7 @@ class Strategy(Attached, ABC):
     """The collective that reduces gradients; after a reduce-scatter each rank holds only its shard of them."""
 
     alone: ClassVar[bool] = False
-    """Whether ranks can train apart (``average=False``): each one, or each island, has all parts of a model."""
+    """Whether each rank, or each island, holds a full model, so that it can train without averaging."""
 
     averages: bool = True
     """Whether gradients are averaged; if not, an optimizer communicates (`comm.parallel.optimizers`)."""

@@ -208,7 +208,7 @@ class Communicating(Optimizer):
         """
         if getattr(self, "found_inf", None) is not None:
             raise BadInput(
-                f"{type(self).__name__} has no use for a GradScaler, which would skip a step on some ranks: train in "
+                f"{type(self).__name__} does not support GradScaler, which would skip a step on some ranks: train in "
                 f"bf16, and give nonfinite='skip' to skip steps on all ranks."
             )
         loss = None

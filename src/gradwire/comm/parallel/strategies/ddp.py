@@ -147,5 +147,5 @@ class HookState(Attached):
 
 
 def noted(added: set[str], name: str, _: nn.Parameter) -> None:
-    """Take notice that a backward pass has added to a gradient; autograd's hook of a parameter."""
+    """Record that a backward pass has added to a gradient; a hook of a parameter."""
     added.add(name)

@@ -259,7 +259,7 @@ def begin_forward(groups: Sequence[ParameterGroup], *_: object) -> None:
 
 
 def begin_reduction(group: ParameterGroup, reducer: Reducer) -> dict[str, tuple[int, ...]]:
-    """Take notice of the parameters of a group for which zeros are reduced; return the shapes of all of them."""
+    """Record the parameters of a group that are reduced as zeros; return the shapes of all of its parameters."""
     trained = group.trained
     if group.used and not group.always_fills:
         unused = {name for name, p in group.parameters.items() if name not in group.used and p.grad is None}
@@ -465,8 +465,8 @@ def check_whole(module: nn.Module, _: object) -> None:
     assert isinstance(module, FSDPModule)
     if inside_another(module):
         raise BadInput(
-            f"the {type(module).__name__} whose gradients are compressed is a part of a model that fully_shard has "
-            f"sharded, and the rest of that one would send its own as they are: give the whole model."
+            f"this {type(module).__name__} is only a part of a model that fully_shard has sharded, and gradients of "
+            f"the rest would be sent uncompressed: pass the whole model."
         )
 
 

@@ -88,7 +88,7 @@ class Replicas(Strategy):
             self._paused -= 1
 
     def accumulated(self, name: str) -> None:
-        """Take notice that this backward pass has finished a parameter's ``grad``.
+        """Record that this backward pass has finished a parameter's ``grad``.
 
         Raises:
             RunFault: If there is none: the parameter was frozen after the forward pass.

@@ -161,7 +161,7 @@ def unpack_tile(packed: np.ndarray, count: int, bits: int, codes: np.ndarray) ->
 
 @compiled
 def narrow(magnitude: np.uint32, mantissa: np.uint32, bias: np.uint32) -> np.uint32:
-    """A float32 magnitude, given as its bits, as the bits of a format with fewer exponents; to nearest, ties to even.
+    """Convert the bits of a float32 magnitude to a format with fewer exponents; round to nearest, ties to even.
 
     The format's neighbours of a number are one step apart: 2^mantissa steps make its power of two, or the smallest
     normal number. A sum with 2^23 steps rounds to whole ones, and their count is left in its lowest bits.
