@@ -8,7 +8,7 @@ import numpy as np
 
 from gradwire.comm.compressors.kernels import Kernel
 from gradwire.comm.compressors.kernels.cpu import INFINITY, SIGNLESS, compiled, narrow
-from gradwire.comm.compressors.kernels.cpu.segments import Segmented
+from gradwire.comm.compressors.kernels.cpu.segments import Chunk, Segmented
 from gradwire.comm.compressors.methods.bf16 import BF16
 from gradwire.comm.compressors.methods.fp16 import FP16
 
@@ -18,9 +18,9 @@ BF16_NAN = np.uint16(0x7FC0)
 
 
 @compiled
-def encode_bf16(settings: tuple, row: np.ndarray, first: int, x: np.ndarray, seed: int, wire: np.ndarray) -> bool:
+def encode_bf16(chunk: Chunk) -> bool:
     """Round to nearest, ties to even."""
-    bits, out = x.view(np.uint32), wire.view(np.uint16)[first:]
+    bits, out = chunk.x.view(np.uint32), chunk.wire.view(np.uint16)[chunk.first :]
     worst = np.uint32(0)
     for i in range(bits.size):
         worst = max(worst, np.uint32(bits[i] & SIGNLESS))
@@ -40,9 +40,9 @@ def put_nan(bits: np.ndarray, out: np.ndarray, nan: np.uint16) -> None:
 
 
 @compiled
-def decode_bf16(settings: tuple, row: np.ndarray, first: int, wire: np.ndarray, out: np.ndarray) -> bool:
+def decode_bf16(chunk: Chunk) -> bool:
     """Cast back to float32, exactly."""
-    halves, bits = wire.view(np.uint16)[first:], out.view(np.uint32)
+    halves, bits = chunk.wire.view(np.uint16)[chunk.first :], chunk.x.view(np.uint32)
     for i in range(bits.size):
         bits[i] = np.uint32(halves[i]) << HALF
     return True
@@ -58,9 +58,9 @@ LEAST, LEAST_BITS = np.float32(2.0**-14), np.uint32((127 - 14) << 23)  # the sma
 
 
 @compiled
-def encode_fp16(settings: tuple, row: np.ndarray, first: int, x: np.ndarray, seed: int, wire: np.ndarray) -> bool:
+def encode_fp16(chunk: Chunk) -> bool:
     """Round to nearest, ties to even."""
-    bits, out = x.view(np.uint32), wire.view(np.uint16)[first:]
+    bits, out = chunk.x.view(np.uint32), chunk.wire.view(np.uint16)[chunk.first :]
     worst = np.uint32(0)
     for i in range(bits.size):
         magnitude = np.uint32(bits[i] & SIGNLESS)
@@ -73,12 +73,12 @@ def encode_fp16(settings: tuple, row: np.ndarray, first: int, x: np.ndarray, see
 
 
 @compiled
-def decode_fp16(settings: tuple, row: np.ndarray, first: int, wire: np.ndarray, out: np.ndarray) -> bool:
+def decode_fp16(chunk: Chunk) -> bool:
     """Cast back to float32, exactly: the bits move to where float32 has them, and the exponent grows.
 
     Below 2^-14 a value is the difference of two normal numbers: a processor takes a hundred times as long for others.
     """
-    halves, bits = wire.view(np.uint16)[first:], out.view(np.uint32)
+    halves, bits = chunk.wire.view(np.uint16)[chunk.first :], chunk.x.view(np.uint32)
     for i in range(bits.size):
         half = np.uint32(halves[i])
         magnitude = np.uint32(half & np.uint32(0x7FFF))

@@ -24,7 +24,7 @@ from gradwire.comm.compressors.kernels.cpu import (
     uniform,
     unpack_tile,
 )
-from gradwire.comm.compressors.kernels.cpu.segments import NUMEL, Segmented, blocks_and, bound
+from gradwire.comm.compressors.kernels.cpu.segments import NUMEL, Chunk, Segmented, blocks_and, bound
 
 TINY = np.float32(SMALLEST_SCALE)
 
@@ -44,8 +44,9 @@ def dequantize(settings: tuple, codes: np.ndarray, number: np.float32, out: np.n
     raise NotImplementedError
 
 
-def encode(settings: tuple, row: np.ndarray, first: int, x: np.ndarray, seed: int, wire: np.ndarray) -> bool:
+def encode(chunk: Chunk) -> bool:
     """Fill the blocks' numbers and the packed codes; ``settings`` are block, bits, whether it draws, and others."""
+    settings, row, first, x, seed, wire = chunk
     block, bits, draws = settings[0], settings[1], settings[2]
     head = 4 * ((row[NUMEL] + block - 1) // block)
     numbers, packed = wire[:head].view(np.float32), wire[head:]
@@ -70,20 +71,21 @@ def encode(settings: tuple, row: np.ndarray, first: int, x: np.ndarray, seed: in
     return bool(worst >= INFINITY)
 
 
-def decode(settings: tuple, row: np.ndarray, first: int, wire: np.ndarray, out: np.ndarray) -> bool:
+def decode(chunk: Chunk) -> bool:
     """Undo `encode`."""
+    settings, row, first, x, _, wire = chunk
     block, bits = settings[0], settings[1]
     head = 4 * ((row[NUMEL] + block - 1) // block)
     numbers, packed = wire[:head].view(np.float32), wire[head:]
     codes = np.empty(TILE, np.uint8)
-    for start in range(0, out.size, TILE):
-        end = min(start + TILE, out.size)
+    for start in range(0, x.size, TILE):
+        end = min(start + TILE, x.size)
         unpack_tile(packed[(first + start) * bits // 8 :], end - start, bits, codes)
         position = start
         while position < end:
             owner = (first + position) // block
             stop = min((owner + 1) * block - first, end)
-            dequantize(settings, codes[position - start :], numbers[owner], out[position:stop])
+            dequantize(settings, codes[position - start :], numbers[owner], x[position:stop])
             position = stop
     return True
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,25 +28,33 @@ ONTO = {"blank": BLANK, "zero": ZERO, "sum": SUM}
 HERE = torch.device("cpu")
 
 
-def encode(settings: tuple, row: np.ndarray, first: int, x: np.ndarray, seed: int, wire: np.ndarray) -> bool:
-    """The place of a method's function, which fills its part of a segment's ``wire`` (uint8).
+class Chunk(NamedTuple):
+    """A chunk of one segment, as a method's functions get it.
 
-    Args:
+    Attributes:
         settings: Numbers from the method's options.
         row: The segment's row of the table.
         first: Index in the segment of the chunk's first element, a multiple of the method's chunk.
-        x: The chunk: float32 [c].
-        seed: The segment's.
-        wire: All of the segment's bytes.
-
-    Returns:
-        Whether the chunk is not representable.
+        x: The chunk's elements: float32 [c].
+        seed: The segment's, to encode.
+        wire: All of the segment's bytes: uint8.
     """
+
+    settings: tuple
+    row: np.ndarray
+    first: int
+    x: np.ndarray
+    seed: int
+    wire: np.ndarray
+
+
+def encode(chunk: Chunk) -> bool:
+    """The place of a method's function, which encodes ``x`` into its part of ``wire``; True if not representable."""
     raise NotImplementedError
 
 
-def decode(settings: tuple, row: np.ndarray, first: int, wire: np.ndarray, out: np.ndarray) -> bool:
-    """The place of a method's function, which fills ``out`` (float32 [c]); False if the bytes are not an encoding."""
+def decode(chunk: Chunk) -> bool:
+    """The place of a method's function, which fills ``x`` from ``wire``; False if the bytes are not an encoding."""
     raise NotImplementedError
 
 
@@ -89,14 +97,14 @@ def encode_all(
         x = values[row[START] : row[START] + row[NUMEL]]
         encoding = wire[row[AT] : row[AT] + row[SIZE]]
         if not feedback:
-            bad[s] = encode(settings, row, 0, x, seeds[s], encoding)
+            bad[s] = encode(Chunk(settings, row, 0, x, seeds[s], encoding))
             continue
         kept = residual[row[START] : row[START] + row[NUMEL]]
         for first in range(0, max(x.size, 1), chunk):
             numbers = kept[first : first + chunk]
             add(x[first : first + chunk], numbers)
-            bad[s] |= encode(settings, row, first, numbers, seeds[s], encoding)
-            decode(settings, row, first, encoding, sent[: numbers.size])
+            bad[s] |= encode(Chunk(settings, row, first, numbers, seeds[s], encoding))
+            decode(Chunk(settings, row, first, sent[: numbers.size], 0, encoding))
             subtract(sent, numbers)
         if bad[s]:
             kept[:] = 0
@@ -115,11 +123,11 @@ def decode_all(settings: tuple, table: np.ndarray, chunk: int, wires: np.ndarray
             for message in range(len(wires)):
                 encoding = wires[message, row[AT] : row[AT] + row[SIZE]]
                 if message == 0 and onto != SUM:
-                    fits = decode(settings, row, first, encoding, numbers)
+                    fits = decode(Chunk(settings, row, first, numbers, 0, encoding))
                     if onto == ZERO:
                         add_to_zero(numbers)
                 else:
-                    fits = decode(settings, row, first, encoding, room[: numbers.size])
+                    fits = decode(Chunk(settings, row, first, room[: numbers.size], 0, encoding))
                     add(room, numbers)
                 if not fits:
                     return s

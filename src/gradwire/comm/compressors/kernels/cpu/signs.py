@@ -14,12 +14,13 @@ from gradwire.comm.compressors.kernels.cpu import (
     summing,
     unpack_tile,
 )
-from gradwire.comm.compressors.kernels.cpu.segments import NUMEL, WHOLE, Segmented, blocks_and
+from gradwire.comm.compressors.kernels.cpu.segments import NUMEL, WHOLE, Chunk, Segmented, blocks_and
 
 
 @compiled
-def encode_signsgd(settings: tuple, row: np.ndarray, first: int, x: np.ndarray, seed: int, wire: np.ndarray) -> bool:
+def encode_signsgd(chunk: Chunk) -> bool:
     """Fill the head and the packed signs."""
+    settings, row, first, x, _, wire = chunk
     scaled, block = settings
     if not scaled:
         bad = encode_plain(x, wire[1:])
@@ -30,15 +31,16 @@ def encode_signsgd(settings: tuple, row: np.ndarray, first: int, x: np.ndarray, 
 
 
 @compiled
-def decode_signsgd(settings: tuple, row: np.ndarray, first: int, wire: np.ndarray, out: np.ndarray) -> bool:
+def decode_signsgd(chunk: Chunk) -> bool:
     """Each sign times its block's scale."""
+    settings, row, first, x, _, wire = chunk
     scaled, block = settings
     if not scaled:
-        decode_signs(np.full(1, np.nan if wire[0] else 1.0, np.float32), wire[1:], max(1, out.size), out)
+        decode_signs(np.full(1, np.nan if wire[0] else 1.0, np.float32), wire[1:], max(1, x.size), x)
     else:
         head = 4 * ((row[NUMEL] + block - 1) // block)
         scales = wire[:head].view(np.float32)[first // block :]
-        decode_signs(scales, wire[head + first // 8 :], block, out)
+        decode_signs(scales, wire[head + first // 8 :], block, x)
     return True
 
 
@@ -116,20 +118,22 @@ def choose(codes: np.ndarray, zero: np.float32, one: np.float32, out: np.ndarray
 
 
 @compiled
-def encode_onebit(settings: tuple, row: np.ndarray, first: int, x: np.ndarray, seed: int, wire: np.ndarray) -> bool:
+def encode_onebit(chunk: Chunk) -> bool:
     """Fill means and packed signs."""
+    settings, row, first, x, _, wire = chunk
     block = settings[0]
     head = 8 * ((row[NUMEL] + block - 1) // block)
     return encode_blocks(first, x, row[NUMEL], block, wire[:head].view(np.float32), wire[head:])
 
 
 @compiled
-def decode_onebit(settings: tuple, row: np.ndarray, first: int, wire: np.ndarray, out: np.ndarray) -> bool:
+def decode_onebit(chunk: Chunk) -> bool:
     """Give each element its side's mean."""
+    settings, row, first, x, _, wire = chunk
     block = settings[0]
     head = 8 * ((row[NUMEL] + block - 1) // block)
     means = wire[:head].view(np.float32)
-    decode_blocks(means[first // block * 2 :], wire[head + first // 8 :], block, out)
+    decode_blocks(means[first // block * 2 :], wire[head + first // 8 :], block, x)
     return True
 
 

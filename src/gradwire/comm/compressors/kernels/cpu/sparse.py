@@ -22,6 +22,7 @@ from gradwire.comm.compressors.kernels.cpu.segments import (
     START,
     SUM,
     WHOLE,
+    Chunk,
     Segmented,
 )
 from gradwire.comm.compressors.methods.randomk import LAST_SHIFT, MIX, ROUNDS, SEED, RandomK, halves
@@ -175,21 +176,21 @@ def topk_row(method: TopK, n: int) -> tuple[int, ...]:
 
 
 @compiled
-def encode_topk(settings: tuple, row: np.ndarray, first: int, x: np.ndarray, seed: int, wire: np.ndarray) -> bool:
+def encode_topk(chunk: Chunk) -> bool:
     """Fill the places' code and the values."""
-    places, bad = largest_places(x.view(np.int32), row[KEPT])
-    write(places, row[CODE], row[LOW], row[LOWER], wire[: row[HEAD]])
-    values = wire[row[HEAD] :].view(np.float32)
+    places, bad = largest_places(chunk.x.view(np.int32), chunk.row[KEPT])
+    write(places, chunk.row[CODE], chunk.row[LOW], chunk.row[LOWER], chunk.wire[: chunk.row[HEAD]])
+    values = chunk.wire[chunk.row[HEAD] :].view(np.float32)
     for i in range(places.size):
-        values[i] = x[places[i]]
+        values[i] = chunk.x[places[i]]
     return bad
 
 
 @compiled
-def decode_topk(settings: tuple, row: np.ndarray, first: int, wire: np.ndarray, out: np.ndarray) -> bool:
+def decode_topk(chunk: Chunk) -> bool:
     """Zeros, and the values at their places."""
-    out[:] = 0
-    return place_values(row, wire, False, out)
+    chunk.x[:] = 0
+    return place_values(chunk.row, chunk.wire, False, chunk.x)
 
 
 @compiled
