@@ -1,8 +1,8 @@
 """Data-parallel training: one file per strategy, and the functions that a training loop needs."""
 
 from gradwire.comm.parallel.comm_hook import comm_hook
-from gradwire.comm.parallel.compression import Compression, compress_gradients
-from gradwire.comm.parallel.names import named_parameters
+from gradwire.comm.parallel.compression import Compression, compress_gradients, hook
+from gradwire.comm.parallel.names import block_sizes, compile_blocks, named_parameters
 from gradwire.comm.parallel.state import (
     checkpoint_state,
     filled,
@@ -14,10 +14,9 @@ from gradwire.comm.parallel.state import (
     replica_bytes,
     replicated,
 )
-from gradwire.comm.parallel.strategy import accumulation, block_sizes, clip_grad_norm, compile_blocks, strategy_of
+from gradwire.comm.parallel.strategy import accumulation, clip_grad_norm, strategy_of
 from gradwire.comm.parallel.wrap import (
     available,
-    hook,
     strategy_class,
     wrap,
 )

@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -19,19 +20,37 @@ from gradwire.base.errors import BadInput
 from gradwire.comm.collectives import Reducer, state
 from gradwire.comm.collectives.ops import Group, new_group
 from gradwire.comm.collectives.reducer import Ending, Given, check_options
-from gradwire.comm.parallel.checks import Completeness
+from gradwire.comm.parallel.checks import check_agreement, check_gradients, parameters_of
 from gradwire.comm.parallel.mesh import local
-from gradwire.comm.parallel.names import COMPILED, named_parameters
+from gradwire.comm.parallel.names import COMPILED, named_parameters, trainable_shapes
+from gradwire.comm.parallel.strategies.ddp import DDP
 from gradwire.comm.parallel.strategies.fsdp2 import (
+    FSDP2,
     CompressedParameters,
     check_gathered,
+    check_sharded,
     compress_parameters,
     groups_of,
 )
-from gradwire.comm.parallel.strategy import in_backward
-from gradwire.comm.parallel.wrap import hook, wrapper_of
+from gradwire.comm.parallel.strategy import (
+    HOOKED,
+    Completeness,
+    Strategy,
+    check_reducer,
+    check_unprepared,
+    in_backward,
+)
 from gradwire.comm.reduction import encoding_of
-from gradwire.comm.torch_internals import ParameterGroup, allocating, has_step_hooks, timeout_of, version_of
+from gradwire.comm.torch_internals import (
+    ParameterGroup,
+    allocating,
+    has_comm_hook,
+    has_step_hooks,
+    timeout_of,
+    version_of,
+)
+
+WRAPPERS: dict[type, type[Strategy]] = {DistributedDataParallel: DDP, FSDPModule: FSDP2}
 
 
 @torch.inference_mode(False)  # later steps change what it allocates
@@ -110,6 +129,75 @@ def compress_gradients(
     if encoding is not None:
         compression.parameters = compress_parameters(model, str(parameters), Moves(optimizers).unchanged)
     return compression
+
+
+def hook(wrapped: nn.Module, reducer: Reducer) -> Completeness | None:
+    """Attach a reducer to a model wrapped with DDP or ``fully_shard``, before its first forward pass.
+
+    Use the framework as usual: accumulate with its `no_sync` or `set_requires_gradient_sync`, and clip after the
+    backward pass. Call ``reducer.finish()`` once per optimizer step. With one rank this does nothing.
+
+    Args:
+        wrapped: A `DistributedDataParallel` without a communication hook, or the root of an FSDP2 model.
+        reducer: Averages the gradients; it, or a part of it, must be over the ranks of each dimension of the model's
+            mesh that is reduced.
+
+    Returns:
+        What `finish` compares the gradients with; None with one rank.
+
+    Raises:
+        BadInput: For another model or group, a model that has a reducer, a reducer that has averaged another model, or
+            gradients that are sparse or complex; if ranks differ in the model or the reducer; or if this version of
+            torch does not support the reducer.
+    """
+    check_reducer(reducer)
+    wrapped = getattr(wrapped, COMPILED, wrapped)  # torch.compile's module calls the one that it holds
+    kind = wrapper_of(wrapped)
+    check_unprepared(wrapped, *WRAPPERS)
+    check_gradients(wrapped)
+    check_ranks(wrapped, reducer)
+    check_agreement(reducer.everyone, reducer, parameters_of(wrapped), strategy=kind.name)
+    device = next(wrapped.parameters()).device
+    return kind.build(reducer, device).install(wrapped, reducer, trainable_shapes(wrapped))
+
+
+def wrapper_of(wrapped: nn.Module) -> type[Strategy]:
+    """Return the strategy of a model that DDP or FSDP2 has wrapped, and that has no reducer.
+
+    Raises:
+        BadInput: For another model, or one that has a reducer or a communication hook.
+    """
+    if wrapped in HOOKED:
+        raise BadInput("the model has a reducer already: build and wrap the model again to use another one.")
+    if isinstance(wrapped, DistributedDataParallel) and has_comm_hook(wrapped):
+        raise BadInput(
+            "the model has a communication hook already, and DistributedDataParallel takes one: do not register it, or "
+            "build DistributedDataParallel again."
+        )
+    for framework, kind in WRAPPERS.items():
+        if isinstance(wrapped, framework):
+            return kind
+    raise BadInput(
+        f"{type(wrapped).__name__} is neither a DistributedDataParallel nor an FSDP2 model: wrap it with "
+        f"DistributedDataParallel or fully_shard first."
+    )
+
+
+def check_ranks(wrapped: nn.Module, reducer: Reducer) -> None:
+    """Check that the reducer averages over exactly the ranks that DDP or FSDP2 averages over.
+
+    Raises:
+        BadInput: If it does not.
+    """
+    check_sharded(wrapped, reducer)
+    if isinstance(wrapped, DistributedDataParallel):
+        ranks = dist.get_process_group_ranks(wrapped.process_group)
+        reduced = dist.get_process_group_ranks(reducer.group or dist.group.WORLD)
+        if ranks != reduced:
+            raise BadInput(
+                f"the model averages its gradients over ranks {ranks} and the reducer over {reduced}: pass Reducer the "
+                f"process group that the model was wrapped with."
+            )
 
 
 # Why: docs/decisions.md, "One call, and a step that ends itself".

@@ -1,4 +1,4 @@
-"""Names of parameters in the model itself: what a framework or `torch.compile` inserts is left out."""
+"""Parameters and blocks of the model itself; names are without what a framework or `torch.compile` inserts."""
 
 from __future__ import annotations
 
@@ -58,3 +58,50 @@ def named_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the trainable parameters, by their names in the unwrapped model."""
     return {name: parameter for name, parameter in named_parameters(model) if parameter.requires_grad}
+
+
+def trainable_shapes(model: nn.Module) -> list[tuple[int, ...]]:
+    """Return the shapes of the trainable parameters."""
+    return [tuple(parameter.shape) for parameter in model.parameters() if parameter.requires_grad]
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the modules sharded as one, the transformer blocks: the repeated module that holds the most parameters.
+
+    They are the children of an `nn.ModuleList`, or of a `repeats` in another container, that is in no other one, as
+    every architecture of transformers has it.
+    """
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) or repeats(module)]
+    inner = {id(module) for outer in lists for module in outer.modules() if module is not outer}
+    outer = [module for module in lists if id(module) not in inner]
+    largest = max(outer, key=lambda each: sum(p.numel() for p in each.parameters()), default=nn.ModuleList())
+    return list(largest.children())
+
+
+def repeats(module: nn.Module) -> bool:
+    """Whether a `ModuleDict` or `Sequential` holds modules of one class that are themselves made of modules.
+
+    Those of layers such as `Linear`, or of containers, are not blocks: they have nothing in common but their class.
+    """
+    children = list(module.children())
+    return (
+        isinstance(module, nn.ModuleDict | nn.Sequential)
+        and len({type(child) for child in children}) == 1
+        and not any(isinstance(child, nn.ModuleDict | nn.ModuleList | nn.Sequential) for child in children)
+        and all(list(child.children()) for child in children)
+    )
+
+
+def compile_blocks(model: nn.Module) -> None:
+    """Compile each of `blocks` in place, before the model is wrapped: their code is the same, and is compiled once.
+
+    What a framework's hooks do stays outside of the compiled code, and parameters keep their names.
+    """
+    for block in blocks(model):
+        block.compile()
+
+
+def block_sizes(model: nn.Module) -> list[int]:
+    """Return the number of elements outside the blocks, then that of each block."""
+    sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in blocks(model)]
+    return [sum(parameter.numel() for parameter in model.parameters()) - sum(sizes), *sizes]

@@ -1,9 +1,13 @@
-"""Base class of strategies: how a framework wraps a model and calls the reducer; accumulation and clipping."""
+"""The boundary between frameworks and the reducer: a strategy wraps a model, hooks the reducer in, and accumulates.
+
+`Strategy.install` is how a reducer comes to a model, whoever wrapped it. ``strategies/`` has one file per strategy.
+"""
 
 from __future__ import annotations
 
 import math
 import warnings
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -14,18 +18,43 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from gradwire.base.errors import BadInput
-from gradwire.comm.collectives import IslandReducer, Reducer, ops
+from gradwire.comm.collectives import IslandReducer, Layout, Reducer, ops
 from gradwire.comm.collectives.layout import Kind
 from gradwire.comm.collectives.ops import Group
 from gradwire.comm.collectives.parameters import Replica
 from gradwire.comm.parallel import mesh
-from gradwire.comm.parallel.attached import Attached
 from gradwire.comm.parallel.buckets import BUCKET_MB, MB
 from gradwire.comm.parallel.mesh import has_gradient, local
-from gradwire.comm.parallel.names import named_parameters, trainable
-from gradwire.comm.torch_internals import at_end_of_backward, backward_id, computes_gradients
+from gradwire.comm.parallel.names import blocks, named_parameters, trainable
+from gradwire.comm.torch_internals import at_end_of_backward, backward_id, computes_gradients, version_of
+
+STEPPED = -1  # in place of a version: an optimizer has stepped since
+HOOKED: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # the models that have a reducer; their copies have none
+
+
+# Why: docs/decisions.md, "A copy of a model has no compressor".
+class Attached:
+    """A part of a model that is None in a copy of the model, and in one that was pickled as a whole."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """Return None: a copy, such as an average of the weights, is not trained."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Be None after it is loaded, with a warning."""
+        return detached, ()
+
+
+def detached() -> None:
+    """Warn that a model is loaded without what it was saved with."""
+    warnings.warn(
+        "the model was saved with a compressor or an optimizer that communicates, and is loaded without: call "
+        "gradwire.compress_gradients, or build the optimizer, again. A state_dict has the model and no more.",
+        stacklevel=2,
+    )
 
 
 class Strategy(Attached, ABC):
@@ -124,6 +153,23 @@ class Strategy(Attached, ABC):
             BadInput: If this version of torch does not support it.
         """
 
+    def install(self, wrapped: nn.Module, reducer: Reducer, shapes: Sequence[tuple[int, ...]]) -> Completeness | None:
+        """Replace the framework's reduction with a reducer, which is prepared for trainable parameters of some shapes.
+
+        Returns:
+            What `Reducer.finish` compares the gradients with; None with one rank.
+        """
+        HOOKED.add(wrapped)
+        if reducer.world == 1:
+            return None
+        watch = None
+        if self.averages:  # else an optimizer communicates, and finishes
+            watch = Completeness(wrapped, self)
+            reducer.watch(watch)
+        self.prepare(reducer, shapes)
+        self.hook(wrapped, reducer)
+        return watch
+
     def averaged(self, wrapped: nn.Module) -> dict[str, nn.Parameter]:
         """Return the parameters whose gradients are averaged, as they are now, by name."""
         return trainable(wrapped)
@@ -157,6 +203,97 @@ class Strategy(Attached, ABC):
         """See `comm.parallel.accumulation`."""
 
 
+# Why: docs/decisions.md, "`finish` compares the gradients that a model has with what was reduced".
+class Completeness:
+    """Compares the gradients that a model has with those that were reduced in the optimizer step.
+
+    They differ where the framework's hooks no longer see a gradient: after a forward pass around the wrapper, in a pass
+    that does not synchronize, on a copy of the model, for a parameter that was replaced, converted or unfrozen.
+
+    Args:
+        model: The wrapped model. Its parameters are looked up at each step, by name.
+        strategy: The model's strategy, which knows the parameters that are averaged.
+    """
+
+    def __init__(self, model: nn.Module, strategy: Strategy) -> None:
+        self._model = weakref.ref(model, self._forget)
+        self._strategy: Strategy | None = strategy
+        self._parameters = strategy.averaged(model)
+        self._reduced: dict[str, int] = {}  # in this optimizer step, with the parameter's version at the time
+        self._warned = False
+        stepped = weakref.WeakMethod(self._stepped)
+        hook = register_optimizer_step_post_hook(lambda *args: (call := stepped()) and call(*args))
+        weakref.finalize(self, hook.remove)
+
+    @property
+    def names(self) -> set[str]:
+        """The parameters whose gradients are averaged."""
+        return {*self._parameters}
+
+    @property
+    def reduced(self) -> bool:
+        """Whether a gradient was reduced since the last `finish`."""
+        return bool(self._reduced)
+
+    def begun(self, layout: Layout) -> None:
+        """Record a reduction; warn, once, if a parameter has changed since it was reduced in the same step.
+
+        Parameters change when the optimizer steps, and not between the micro-batches of one step, whether or not all of
+        them are reduced. An optimizer may step in the backward pass, after each reduction. Autograd's version counters
+        show a change without reading a value, and a hook the steps of torch's optimizers: one with
+        ``foreach`` leaves no trace in the counters of DTensors.
+        """
+        for name in layout.parameters:
+            version = version_of(self._parameters[name]) if name in self._parameters else 0
+            if not self._warned and self._reduced.get(name, version) != version:
+                self._warned = True
+                warnings.warn(
+                    "parameters changed between two reductions, and no step of the compressor ended: pass the "
+                    "optimizers that step, as they are now, to gradwire.compress_gradients (a copy of one has no "
+                    "hooks), or call finish() once per optimizer step, after backward and before optimizer.step(). "
+                    "Without it schedules do not advance, and NaN or infinity is not detected.",
+                    stacklevel=2,
+                )
+            self._reduced[name] = version
+
+    def finish(self) -> list[str] | None:
+        """End the step.
+
+        Returns:
+            The parameters that this rank has a gradient of that was not reduced; None if nothing was reduced of a model
+            that has trainable parameters.
+        """
+        reduced, self._reduced = self._reduced, {}
+        if (model := self._model()) is None or self._strategy is None:
+            return [] if reduced else None
+        self._parameters = self._strategy.averaged(model)
+        if self._parameters and reduced.keys().isdisjoint(self._parameters):
+            return None
+        missing = [name for name, p in self._parameters.items() if name not in reduced and has_gradient(p)]
+        return [*dict.fromkeys(missing + self._strategy.held_back(model))]
+
+    def left_out(self) -> set[str]:
+        """Return the parameters that this rank's backward passes left out in the step, and that were reduced."""
+        model = self._model()
+        return set() if model is None or self._strategy is None else self._strategy.left_out(model)
+
+    def leave_out(self, names: set[str]) -> None:
+        """Leave parameters without a gradient that all ranks left out."""
+        if (model := self._model()) is not None and self._strategy is not None:
+            self._strategy.leave_out(model, names)
+
+    def _stepped(self, optimizer: Optimizer, *_: object) -> None:
+        """Record that an optimizer has stepped."""
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        for name in self._reduced:
+            if id(self._parameters.get(name)) in held:
+                self._reduced[name] = STEPPED
+
+    def _forget(self, _: object) -> None:
+        """Let the parameters go with their model."""
+        self._parameters, self._strategy = {}, None
+
+
 def attach(wrapped: nn.Module, strategy: Strategy) -> None:
     """Store the strategy on the model that it wrapped."""
     wrapped.gradwire_strategy = strategy  # type: ignore[assignment]
@@ -179,46 +316,41 @@ def strategy_of(wrapped: nn.Module) -> Strategy:
     return strategy
 
 
-def blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the modules sharded as one, the transformer blocks: the repeated module that holds the most parameters.
+def check_reducer(reducer: object) -> None:
+    """Check that a reducer is one, and not the compressor that it is made of.
 
-    They are the children of an `nn.ModuleList`, or of a `repeats` in another container, that is in no other one, as
-    every architecture of transformers has it.
+    Raises:
+        BadInput: If it is not.
     """
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) or repeats(module)]
-    inner = {id(module) for outer in lists for module in outer.modules() if module is not outer}
-    outer = [module for module in lists if id(module) not in inner]
-    largest = max(outer, key=lambda each: sum(p.numel() for p in each.parameters()), default=nn.ModuleList())
-    return list(largest.children())
+    if not isinstance(reducer, Reducer):
+        raise BadInput(
+            f"invalid reducer {reducer!r}: build one, such as gradwire.comm.collectives.Reducer('int8'); or use "
+            f"gradwire.compress_gradients(model, 'int8')."
+        )
 
 
-def repeats(module: nn.Module) -> bool:
-    """Whether a `ModuleDict` or `Sequential` holds modules of one class that are themselves made of modules.
+def check_unprepared(model: nn.Module, *wrappers: type) -> None:
+    """Check that `comm.parallel.wrap` has prepared no part of a model: its reducer would average a second time.
 
-    Those of layers such as `Linear`, or of containers, are not blocks: they have nothing in common but their class.
+    Args:
+        model: The model.
+        wrappers: Frameworks' wrappers, which may be prepared.
+
+    Raises:
+        BadInput: If it has, or an optimizer that communicates has the model, whose gradients are never averaged then.
     """
-    children = list(module.children())
-    return (
-        isinstance(module, nn.ModuleDict | nn.Sequential)
-        and len({type(child) for child in children}) == 1
-        and not any(isinstance(child, nn.ModuleDict | nn.ModuleList | nn.Sequential) for child in children)
-        and all(list(child.children()) for child in children)
-    )
-
-
-def compile_blocks(model: nn.Module) -> None:
-    """Compile each of `blocks` in place, before the model is wrapped: their code is the same, and is compiled once.
-
-    What a framework's hooks do stays outside of the compiled code, and parameters keep their names.
-    """
-    for block in blocks(model):
-        block.compile()
-
-
-def block_sizes(model: nn.Module) -> list[int]:
-    """Return the number of elements outside the blocks, then that of each block."""
-    sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in blocks(model)]
-    return [sum(parameter.numel() for parameter in model.parameters()) - sum(sizes), *sizes]
+    for module in filter(is_prepared, model.modules()):
+        if not strategy_of(module).averages:
+            raise BadInput(
+                f"an optimizer that communicates, such as DiLoCo, has this {type(module).__name__} already: it "
+                f"averages what its steps change, and gradients never. Give the compressor to the optimizer, as "
+                f"DiLoCo(…, compressor='int8'), or build and wrap the model again without it."
+            )
+        if not isinstance(module, wrappers):
+            raise BadInput(
+                f"{type(module).__name__} is prepared already, by gradwire.comm.parallel.wrap with strategy "
+                f"{strategy_of(module).name}: pass a model that is not."
+            )
 
 
 def accumulation(model: nn.Module, last: bool) -> AbstractContextManager[object]:

@@ -1,12 +1,11 @@
-"""Wrap a model with a strategy, by name, or attach a reducer to a wrapped model."""
+"""Wrap a model with a strategy, by name."""
 
 from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -19,24 +18,17 @@ from gradwire.base.errors import BadInput, unknown
 from gradwire.comm.collectives import IslandReducer, Islands, Reducer
 from gradwire.comm.collectives.world import check_initialized
 from gradwire.comm.parallel.checks import (
-    Completeness,
     check_agreement,
     check_gradients,
     check_has_values,
-    check_unprepared,
     parameters_of,
     warn_of_statistics,
 )
-from gradwire.comm.parallel.names import COMPILED, compiled_in_place
+from gradwire.comm.parallel.names import compiled_in_place, trainable_shapes
 from gradwire.comm.parallel.strategies.ddp import DDP
-from gradwire.comm.parallel.strategies.fsdp2 import FSDP2, check_sharded
 from gradwire.comm.parallel.strategies.hsdp import HSDP
-from gradwire.comm.parallel.strategy import Strategy, attach
+from gradwire.comm.parallel.strategy import Strategy, attach, check_reducer, check_unprepared
 from gradwire.comm.topology import STRATEGIES
-from gradwire.comm.torch_internals import has_comm_hook
-
-HOOKED: WeakSet[nn.Module] = WeakSet()  # the models that have a reducer; their copies have none
-WRAPPERS: dict[type, type[Strategy]] = {DistributedDataParallel: DDP, FSDPModule: FSDP2}
 
 
 def available() -> list[str]:
@@ -124,7 +116,7 @@ def wrap(
     if not chosen.communicates:
         chosen.keep_apart(wrapped)
     if reducer is not None and (average or chosen.communicates):
-        attach_reducer(reducer, wrapped, chosen, shapes)
+        chosen.install(wrapped, reducer, shapes)
     return wrapped
 
 
@@ -142,71 +134,6 @@ def islands_of(reducer: Reducer | None, options: Mapping[str, Any]) -> int | Non
     return given.number if isinstance(given, Islands) else given
 
 
-def hook(wrapped: nn.Module, reducer: Reducer) -> Completeness | None:
-    """Attach a reducer to a model wrapped with DDP or ``fully_shard``, before its first forward pass.
-
-    Use the framework as usual: accumulate with its `no_sync` or `set_requires_gradient_sync`, and clip after the
-    backward pass. Call ``reducer.finish()`` once per optimizer step. With one rank this does nothing.
-
-    Args:
-        wrapped: A `DistributedDataParallel` without a communication hook, or the root of an FSDP2 model.
-        reducer: Averages the gradients; it, or a part of it, must be over the ranks of each dimension of the model's
-            mesh that is reduced.
-
-    Returns:
-        What `finish` compares the gradients with; None with one rank.
-
-    Raises:
-        BadInput: For another model or group, a model that has a reducer, a reducer that has averaged another model, or
-            gradients that are sparse or complex; if ranks differ in the model or the reducer; or if this version of
-            torch does not support the reducer.
-    """
-    check_reducer(reducer)
-    wrapped = getattr(wrapped, COMPILED, wrapped)  # torch.compile's module calls the one that it holds
-    kind = wrapper_of(wrapped)
-    check_unprepared(wrapped, *WRAPPERS)
-    check_gradients(wrapped)
-    check_ranks(wrapped, reducer)
-    check_agreement(reducer.everyone, reducer, parameters_of(wrapped), strategy=kind.name)
-    device = next(wrapped.parameters()).device
-    return attach_reducer(reducer, wrapped, kind.build(reducer, device), trainable_shapes(wrapped))
-
-
-def wrapper_of(wrapped: nn.Module) -> type[Strategy]:
-    """Return the strategy of a model that DDP or FSDP2 has wrapped, and that has no reducer.
-
-    Raises:
-        BadInput: For another model, or one that has a reducer or a communication hook.
-    """
-    if wrapped in HOOKED:
-        raise BadInput("the model has a reducer already: build and wrap the model again to use another one.")
-    if isinstance(wrapped, DistributedDataParallel) and has_comm_hook(wrapped):
-        raise BadInput(
-            "the model has a communication hook already, and DistributedDataParallel takes one: do not register it, or "
-            "build DistributedDataParallel again."
-        )
-    for framework, kind in WRAPPERS.items():
-        if isinstance(wrapped, framework):
-            return kind
-    raise BadInput(
-        f"{type(wrapped).__name__} is neither a DistributedDataParallel nor an FSDP2 model: wrap it with "
-        f"DistributedDataParallel or fully_shard first."
-    )
-
-
-def check_reducer(reducer: object) -> None:
-    """Check that a reducer is one, and not the compressor that it is made of.
-
-    Raises:
-        BadInput: If it is not.
-    """
-    if not isinstance(reducer, Reducer):
-        raise BadInput(
-            f"invalid reducer {reducer!r}: build one, such as gradwire.comm.collectives.Reducer('int8'); or use "
-            f"gradwire.compress_gradients(model, 'int8')."
-        )
-
-
 def check_plain(model: nn.Module) -> None:
     """Check that nothing has wrapped or sharded the model or a part of it; it would average a second time.
 
@@ -222,41 +149,3 @@ def check_plain(model: nn.Module) -> None:
         )
     check_unprepared(model)
     check_has_values(model)
-
-
-def check_ranks(wrapped: nn.Module, reducer: Reducer) -> None:
-    """Check that the reducer averages over exactly the ranks that DDP or FSDP2 averages over.
-
-    Raises:
-        BadInput: If it does not.
-    """
-    check_sharded(wrapped, reducer)
-    if isinstance(wrapped, DistributedDataParallel):
-        ranks = dist.get_process_group_ranks(wrapped.process_group)
-        reduced = dist.get_process_group_ranks(reducer.group or dist.group.WORLD)
-        if ranks != reduced:
-            raise BadInput(
-                f"the model averages its gradients over ranks {ranks} and the reducer over {reduced}: pass Reducer the "
-                f"process group that the model was wrapped with."
-            )
-
-
-def attach_reducer(
-    reducer: Reducer, wrapped: nn.Module, strategy: Strategy, shapes: Sequence[tuple[int, ...]]
-) -> Completeness | None:
-    """Prepare the reducer for trainable parameters of some shapes, and replace the framework's reduction with it."""
-    HOOKED.add(wrapped)
-    if reducer.world == 1:
-        return None
-    watch = None
-    if strategy.averages:  # else an optimizer communicates, and finishes
-        watch = Completeness(wrapped, strategy)
-        reducer.watch(watch)
-    strategy.prepare(reducer, shapes)
-    strategy.hook(wrapped, reducer)
-    return watch
-
-
-def trainable_shapes(model: nn.Module) -> list[tuple[int, ...]]:
-    """Return the shapes of the trainable parameters."""
-    return [tuple(parameter.shape) for parameter in model.parameters() if parameter.requires_grad]

@@ -30,8 +30,8 @@ from gradwire.comm.parallel.names import COMPILED, named_parameters
 from gradwire.comm.parallel.strategies.ddp import DDP
 from gradwire.comm.parallel.strategies.fsdp2 import groups_of
 from gradwire.comm.parallel.strategies.hsdp import HSDP
-from gradwire.comm.parallel.strategy import Strategy, attach, is_prepared, strategy_of
-from gradwire.comm.parallel.wrap import HOOKED, wrap
+from gradwire.comm.parallel.strategy import HOOKED, Strategy, attach, is_prepared, strategy_of
+from gradwire.comm.parallel.wrap import wrap
 from gradwire.comm.torch_internals import allocating, cloned, has_comm_hook
 
 ALIKE, LOCAL_STEP = "alike", "local"  # kinds of steps: where all communicate alike; where nothing is sent

@@ -22,9 +22,9 @@ from gradwire.base.strict import checked, checked_arguments
 from gradwire.comm.collectives import state
 from gradwire.comm.collectives.queue import Handle
 from gradwire.comm.communication import Count, Interval, Streaming
+from gradwire.comm.parallel.names import blocks
 from gradwire.comm.parallel.optimizers.base import LOCAL_STEP
 from gradwire.comm.parallel.optimizers.diloco import DiLoCo
-from gradwire.comm.parallel.strategy import blocks
 
 
 # Why: docs/decisions.md, "A fragment in flight".
