@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field
 
@@ -14,61 +14,70 @@ from gradwire.base.strict import Strict
 from gradwire.comm.compressors import as_compressor
 from gradwire.comm.reduction import ReducerOptions, by_step
 
-CommOptimizer = Literal["gradient", "onebit_adam", "diloco", "sparseloco", "muloco", "demo"]
 Inner = Literal["adamw", "muon", "sgd"]
 
 
 class Preset(NamedTuple):
-    """Defaults of a cell with an optimizer that communicates.
+    """An optimizer that communicates, and the defaults of a cell with it.
 
     Attributes:
-        options: The optimizer's options.
+        home: Its file in ``comm.parallel.optimizers``, and its class; empty for averaged gradients.
+        options: The defaults of its options.
+        takes: Options that a cell may give.
         method: The method; None: the label names it, as everywhere.
         reduction: Options of the reducer.
-        home: The module in ``comm.parallel.optimizers``, and the class.
+        betas: Whether its steps, or its inner optimizer's, are AdamW's.
+        warms_up: Whether it averages gradients in the first ``dense_steps``, of which it needs one.
     """
 
+    home: str = ""
     options: Mapping[str, Any] = MappingProxyType({})
+    takes: tuple[str, ...] = ()
     method: str | None = None
     reduction: Mapping[str, Any] = MappingProxyType({})
-    home: str = "diloco.DiLoCo"
+    betas: bool = True
+    warms_up: bool = False
 
 
+def local_updates(H: int, outer_lr: float, outer_momentum: float, *, inner: str | None = None, **cell: Any) -> Preset:
+    """Return the preset of an optimizer that trains alone for H steps, and sends what that changed."""
+    options = {"H": H, "outer_lr": outer_lr, "outer_momentum": outer_momentum, **({"inner": inner} if inner else {})}
+    takes = ("H", "outer_lr", "outer_momentum", "dense_rounds", "streaming", "embeddings", "inner")
+    return Preset("diloco:DiLoCo", options, takes, **cell)
+
+
+# The one place that names an optimizer, besides its file: no optimizer's file is imported to read a configuration.
 PRESETS = {
-    "onebit_adam": Preset(home="adam.OneBitAdam"),
+    "gradient": Preset(takes=("inner",)),
+    "onebit_adam": Preset("adam:OneBitAdam", warms_up=True),
     # Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models" (arXiv:2311.08105, 2023).
-    "diloco": Preset({"H": 500, "outer_lr": 0.7, "outer_momentum": 0.9}),
+    "diloco": local_updates(500, 0.7, 0.9),
     # Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo" (arXiv:2508.15706, 2025).
-    "sparseloco": Preset(
-        {"H": 30, "outer_lr": 1.0, "outer_momentum": 0.0},
-        "chunktopk+bins",
-        {"algorithm": "gather", "ef_decay": 0.95},
+    "sparseloco": local_updates(
+        30, 1.0, 0.0, method="chunktopk+bins", reduction={"algorithm": "gather", "ef_decay": 0.95}
     ),
     # Thérien et al., "MuLoCo: Muon is a Practical Inner Optimizer for DiLoCo" (arXiv:2505.23725, 2025).
-    "muloco": Preset({"H": 30, "outer_lr": 0.7, "outer_momentum": 0.6, "inner": "muon"}, "bins", {"ef_decay": 0.9}),
+    "muloco": local_updates(30, 0.7, 0.6, inner="muon", method="bins", reduction={"ef_decay": 0.9}),
     # Peng et al., "DeMo: Decoupled Momentum Optimization" (arXiv:2411.19870, 2024).
-    "demo": Preset(method="dcttopk", reduction={"ef_decay": 0.999}, home="demo.DeMo"),
+    "demo": Preset("demo:DeMo", method="dcttopk", reduction={"ef_decay": 0.999}, betas=False),
 }
-
+VARIANTS = {"streaming": "streaming:StreamingDiLoCo", "embeddings": "replay:ReplayDiLoCo"}
+"""Options of local updates that another class has, with its home."""
 
 LOCAL = tuple(name for name, chosen in PRESETS.items() if "H" in chosen.options)
 """Optimizers that train alone for H steps, and send what that changed."""
 
-OPTIONS = {  # of which optimizers an option is
-    **dict.fromkeys(("H", "outer_lr", "outer_momentum", "dense_rounds"), LOCAL),
-    **dict.fromkeys(("streaming", "embeddings"), LOCAL),
-    "inner": ("gradient", *LOCAL),
-}
+if TYPE_CHECKING:
+    CommOptimizer = str
+else:
+    CommOptimizer = Literal[tuple(PRESETS)]
 
 
-VARIANTS = {"streaming": "streaming.StreamingDiLoCo", "embeddings": "replay.ReplayDiLoCo"}
-"""Options that another class has, with its home."""
-
-
-def home(comm_optimizer: str, options: Mapping[str, Any]) -> str:
-    """Return the module and the class of an optimizer with the given options, such as ``diloco.DiLoCo``."""
+def home(comm_optimizer: str, options: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the module and the class of an optimizer with the given options."""
     chosen = [variant for option, variant in VARIANTS.items() if options.get(option) is not None]
-    return chosen[0] if chosen else PRESETS[comm_optimizer].home
+    module, _, kind = (chosen[0] if chosen else PRESETS[comm_optimizer].home).partition(":")
+    return f"gradwire.comm.parallel.optimizers.{module}", kind
 
 
 def preset(comm_optimizer: Any) -> Preset:
@@ -143,8 +152,8 @@ class Communication(Strict, strict=True):
 
     @property
     def module(self) -> str:
-        """The module in ``comm.parallel.optimizers`` that has the optimizer."""
-        return home(self.comm_optimizer, self.options).partition(".")[0]
+        """The module that has the optimizer."""
+        return home(self.comm_optimizer, self.options)[0]
 
     @property
     def methods(self) -> list[str]:
@@ -166,15 +175,16 @@ def check_communication(communication: Communication, method: str, reduction: Re
     """
     name, dense_steps = communication.comm_optimizer, reduction.dense_steps
     for option in communication.options:
-        if name not in OPTIONS[option]:
-            raise BadInput(f"{option}: an option of comm_optimizer {', '.join(OPTIONS[option])}, not of {name}.")
+        if option not in PRESETS[name].takes:
+            takers = ", ".join(other for other, chosen in PRESETS.items() if option in chosen.takes)
+            raise BadInput(f"{option}: an option of comm_optimizer {takers}, not of {name}.")
     if communication.embeddings is not None:
         as_compressor(communication.embeddings)
         if communication.streaming is not None:
             raise BadInput("embeddings are replayed at the end of a round, and streaming has none: omit one of them.")
     if name in LOCAL and dense_steps:
         raise BadInput(f"dense_steps counts optimizer steps; comm_optimizer {name} has dense_rounds.")
-    if name != "onebit_adam":
+    if not PRESETS[name].warms_up:
         return
     if method == "none" and "algorithm" not in reduction.model_fields_set:
         raise BadInput(

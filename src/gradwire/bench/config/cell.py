@@ -88,7 +88,7 @@ class Cell(Strict):
             parts = {"options": given, "reduction": reduction, "communication": communication, **others}
             cell = checked(cls, {"label": label, "method": method, **parts}, "")
             check_communication(cell.communication, method, cell.reduction)
-            if cell.beta2 is not None and (optimizer == "demo" or cell.communication.inner == "sgd"):
+            if cell.beta2 is not None and (not chosen.betas or cell.communication.inner == "sgd"):
                 raise BadInput("beta2 is a decay rate of AdamW, which this cell does not use; omit it.")
             if cell.reduction.schedule:
                 Schedule(registry.build(method, **given), cell.reduction.schedule)

@@ -185,12 +185,8 @@ def build_optimizer(
     if communication.averages_gradients:
         return optimizers.build_inner(communication.inner or "adamw", model, groups, **adam)
     assert reducer is not None  # a cell with such an optimizer is hooked
-    options = communication.options
-    if communication.comm_optimizer == "demo":
-        del adam["betas"]
-    elif communication.comm_optimizer != "onebit_adam":  # the last step synchronises
-        options["steps"] = training.steps
-    return optimizers.build(communication.comm_optimizer, model, groups, reducer, **adam, **options)
+    adam |= {"steps": training.steps, **communication.options}
+    return optimizers.build(communication.comm_optimizer, model, groups, reducer, **adam)
 
 
 def decayed(

@@ -176,7 +176,7 @@ def modules(cell: Cell, strategy: str = "") -> list[str]:
     """
     named = [source for name in cell.methods for source in sources(name)]
     if not cell.communication.averages_gradients:
-        named.append(f"gradwire.comm.parallel.optimizers.{cell.communication.module}")
+        named.append(cell.communication.module)
     if strategy in STRATEGIES.built_in():
         named.append(f"{STRATEGIES.package}.{strategy}")
     return ["gradwire.bench.training.train", *named]

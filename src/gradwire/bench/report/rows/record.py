@@ -20,7 +20,7 @@ from gradwire.base.errors import BadInput, unknown
 from gradwire.base.flags import Positional
 from gradwire.base.strict import Strict
 from gradwire.bench.config import BASELINE, SCHEMA_VERSION, Run
-from gradwire.comm.communication import preset
+from gradwire.comm.communication import LOCAL, preset
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -30,7 +30,6 @@ Text = str | None
 Count = int | None
 Number = float | None
 BF16 = "bf16-native"  # the label of the second baseline: the collective itself in bf16
-SAME_IN_EVERY_STEP = ("gradient", "onebit_adam", "demo")  # what these send after their dense steps
 ADAMW = "adamw"
 OWN_QUALITY = ("train", "perplexity")  # of the same run, so that its steps explain it
 Status = Literal["ok", "failed", "skipped", "diverged"]
@@ -191,8 +190,8 @@ class Result(Row):
     @property
     def typical_step_ms(self) -> Number:
         """The median step; the mean with an optimizer that does not send the same in every step."""
-        same = (self.compress_config or {}).get("comm_optimizer", "gradient") in SAME_IN_EVERY_STEP
-        return self.step_time_ms_p50 if same else self.step_time_ms_mean
+        local = (self.compress_config or {}).get("comm_optimizer") in LOCAL
+        return self.step_time_ms_mean if local else self.step_time_ms_p50
 
     @property
     def inner(self) -> str:

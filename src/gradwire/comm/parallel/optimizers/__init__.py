@@ -5,7 +5,8 @@ One file each; every rank, or every island, holds the whole model and trains wit
     optimizer = DiLoCo(torch.optim.AdamW(model.parameters()), model, sync_every=5, compressor="onebit")
     optimizer.step()  # after backward
 
-Importing this room imports none of them; `gradwire` has them by name.
+Importing this room imports none of them; `gradwire` has them by name. An optimizer of cells is a file here, and an
+entry of `communication.PRESETS` with its name, its options and their defaults.
 """
 
 from __future__ import annotations
@@ -20,23 +21,17 @@ from torch.optim import SGD, AdamW, Optimizer
 from gradwire.base.errors import unknown
 from gradwire.base.strict import checked
 from gradwire.comm.collectives import Reducer
-from gradwire.comm.communication import LOCAL, PRESETS, Streaming, home, preset
+from gradwire.comm.communication import LOCAL, PRESETS, Streaming, home
 from gradwire.comm.parallel.optimizers.base import ALIKE, Communicating, synchronized
 
 __all__ = ["ALIKE", "Communicating", "available", "build", "build_inner", "synchronized"]
 
 INNER = ("adamw", "muon", "sgd")
-ROUNDS = {  # arguments of local updates, by a cell's option
-    "H": "sync_every",
-    "dense_rounds": "dense_rounds",
-    "steps": "steps",
-    "manager": "manager",
-}
 
 
 def available() -> list[str]:
     """Return the names of all optimizers that communicate, sorted, as a cell has them."""
-    return sorted(PRESETS)
+    return sorted(name for name, chosen in PRESETS.items() if chosen.home)
 
 
 def build(
@@ -50,24 +45,27 @@ def build(
         groups: Parameter groups, as for torch's optimizers.
         reducer: Does the communication.
         options: A cell's options of the optimizer, with the defaults of its preset (`communication.PRESETS`), the
-            run's ``steps``, a ``manager`` of torchft, and options of AdamW.
+            run's ``steps``, and options of AdamW; what it has no use for is left out.
 
     Raises:
         BadInput: If the name is unknown, or an option is out of range.
     """
-    if name not in PRESETS:
+    if name not in available():
         raise unknown("optimizer that communicates,", name, available())
-    module, kind = home(name, options).split(".")
-    streaming, embeddings = options.pop("streaming", None), options.pop("embeddings", None)
-    optimizer_class: type[Any] = getattr(import_module(f"{__name__}.{module}"), kind)
-    options = {**preset(name).options, **options}
+    chosen, (module, kind) = PRESETS[name], home(name, options)
+    optimizer_class: type[Any] = getattr(import_module(module), kind)
+    options = {**chosen.options, **options}
+    if not chosen.betas:
+        options.pop("betas", None)
     if name not in LOCAL:
+        options.pop("steps", None)
         return optimizer_class(groups, model, reducer=reducer, **options)  # type: ignore[no-any-return]
-    rounds = {argument: options.pop(option) for option, argument in ROUNDS.items() if option in options}
-    rounds["outer"] = {"lr": options.pop("outer_lr"), "momentum": options.pop("outer_momentum")}
-    if streaming is not None:
+    rounds: dict[str, Any] = {option: options.pop(option) for option in ("dense_rounds", "steps") if option in options}
+    rounds |= {"sync_every": options.pop("H")}
+    rounds |= {"outer": {"lr": options.pop("outer_lr"), "momentum": options.pop("outer_momentum")}}
+    if (streaming := options.pop("streaming", None)) is not None:
         rounds |= dict(checked(Streaming, streaming, "streaming"))
-    if embeddings is not None:
+    if (embeddings := options.pop("embeddings", None)) is not None:
         rounds["embeddings"] = embeddings
     inner = build_inner(options.pop("inner", "adamw"), model, groups, **options)
     return optimizer_class(inner, model, reducer=reducer, **rounds)  # type: ignore[no-any-return]
