@@ -7,12 +7,13 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from gradwire import comm_hook
 from gradwire.base.errors import BadInput
 from gradwire.comm.collectives import Reducer
-from gradwire.comm.parallel import accumulation, hook, mesh, named_parameters, wrap
+from gradwire.comm.parallel import accumulation, hook, named_parameters, wrap
 
 STRATEGIES = ("naive", "bucket", "ddp", "fsdp1", "fsdp2")
 
@@ -120,8 +121,8 @@ def hooked_on_meta(rank, world, group):
         with torch.device("meta"):
             model = Net("list")
         for block in model.layers:
-            fully_shard(block, mesh=mesh.build("cpu", group))
-        fully_shard(model, mesh=mesh.build("cpu", group))
+            fully_shard(block, mesh=init_device_mesh("cpu", (world,)))
+        fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
         reducer = Reducer("none")
         if compressed:
             hook(model, reducer)

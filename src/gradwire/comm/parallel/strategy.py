@@ -26,7 +26,6 @@ from gradwire.comm.collectives import IslandReducer, Layout, Reducer, ops
 from gradwire.comm.collectives.layout import Kind
 from gradwire.comm.collectives.ops import Group
 from gradwire.comm.collectives.parameters import Replica
-from gradwire.comm.parallel import mesh
 from gradwire.comm.parallel.buckets import BUCKET_MB, MB
 from gradwire.comm.parallel.mesh import has_gradient, local
 from gradwire.comm.parallel.names import blocks, named_parameters, trainable
@@ -139,7 +138,8 @@ class Strategy(Attached, ABC):
 
     def mesh(self) -> DeviceMesh:
         """Return the ranks as a mesh of one dimension, ``dp``."""
-        return mesh.build(self.device.type, self.group)
+        group = dist.group.WORLD if self.group is None else self.group
+        return DeviceMesh.from_group(group, self.device.type, mesh_dim_names=("dp",))
 
     @abstractmethod
     def wrap(self, model: nn.Module) -> nn.Module:
