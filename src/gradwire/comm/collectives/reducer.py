@@ -363,15 +363,12 @@ class Reducer:
         """
         return self._begin("reduce_scatter", flat, layout, then)
 
-    def begin_all_reduce(
-        self, flat: Tensor, layout: Layout | str, then: Then | None = None, *, extra: bool = False
-    ) -> Handle:
+    def begin_all_reduce(self, flat: Tensor, layout: Layout | str, then: Then | None = None) -> Handle:
         """Begin to reduce a buffer to the mean over the ranks, bit-equal on all of them.
 
-        Its handle's ``wait`` returns float32 of ``flat``'s shape; else as `begin_reduce_scatter`. ``extra`` is for what
-        is sent in addition to gradients: its bytes are counted as sent, and not as raw ones.
+        Its handle's ``wait`` returns float32 of ``flat``'s shape; else as `begin_reduce_scatter`.
         """
-        return self._begin("all_reduce", flat, layout, then, extra)
+        return self._begin("all_reduce", flat, layout, then)
 
     def synchronize(self) -> None:
         """Wait for all reductions that have begun, on the host or with the current CUDA stream; `finish` does.
@@ -559,7 +556,7 @@ class Reducer:
             state.check_keys(taken.part, set(), f"the reducer's part {name}")
             reducer._check_state(taken.part or {})
 
-    def _begin(self, kind: Kind, flat: Tensor, layout: Layout | str, then: Then | None, extra: bool = False) -> Handle:
+    def _begin(self, kind: Kind, flat: Tensor, layout: Layout | str, then: Then | None) -> Handle:
         """Add a reduction to the queue."""
         numel, flat = flat.numel(), flat.detach()
         if isinstance(layout, str):
@@ -580,7 +577,7 @@ class Reducer:
             self._queue = build_queue(self.group, flat.device, self.codec.options.overlap)
         if self._kept is not None and not layout.by_row:
             flat = flat.clone()  # it may be the memory that the mean goes to
-        task = self._reduce(kind, flat, layout, numel, self.loss_scale, self._kept, then, extra)
+        task = self._reduce(kind, flat, layout, numel, self.loss_scale, self._kept, then)
         return self._queue.begin(task, flat, again=self._algorithm(self.meter).asks_again(layout, kind))
 
     def _reduce(
@@ -592,12 +589,10 @@ class Reducer:
         scale: float,
         kept: list[Reduced] | None,
         then: Then | None,
-        extra: bool,
     ) -> Task[Tensor]:
         """Reduce a buffer; what the caller may change before the task has ended is passed in."""
         gradient = flat if scale == 1 else flat.to(torch.float32) / scale  # narrow types may not hold it
-        if not extra:
-            self._count(layout, kind)
+        self._count(layout, kind)
         with self._traffic.reduction(self._algorithm(self.meter).closed_form(layout, kind)) as meter:
             algorithm = self._algorithm(meter)
             average = algorithm.mean_everywhere if kind == "all_reduce" else algorithm.mean_of_row
