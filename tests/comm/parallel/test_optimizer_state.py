@@ -17,7 +17,7 @@ from gradwire.base.errors import BadInput
 from gradwire.comm.collectives import IslandReducer, Reducer, build_islands
 from gradwire.comm.compressors import build
 from gradwire.comm.parallel import named_parameters, optimizers, wrap
-from gradwire.comm.parallel.mesh import local
+from gradwire.comm.parallel.model import local
 
 SNAPSHOT, LAST = 4, 8
 DENSE = {**ONEBIT, "dense_steps": 2}

@@ -21,7 +21,7 @@ import gradwire as gw
 from gradwire.base.errors import BadInput
 from gradwire.comm.collectives import IslandReducer, Reducer, build_islands
 from gradwire.comm.parallel import wrap
-from gradwire.comm.parallel.mesh import local
+from gradwire.comm.parallel.model import local
 
 LOOPS = ("plain", "ddp", "closure", "scheduler", "accumulated", "classical")
 

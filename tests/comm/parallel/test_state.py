@@ -18,7 +18,7 @@ from gradwire import comm_hook
 from gradwire.base.errors import BadInput
 from gradwire.comm.collectives import Exempt, IslandReducer, Reducer, build_islands
 from gradwire.comm.parallel import hook, named_parameters, wrap
-from gradwire.comm.parallel.mesh import local
+from gradwire.comm.parallel.model import local
 
 
 def net():

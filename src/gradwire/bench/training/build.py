@@ -22,7 +22,7 @@ from gradwire.comm.collectives.world import World
 from gradwire.comm.compressors import build as build_compressor
 from gradwire.comm.compressors.rehearsal import rehearse
 from gradwire.comm.parallel import optimizers
-from gradwire.comm.parallel.mesh import local
+from gradwire.comm.parallel.model import local
 from gradwire.comm.reduction import encoding_of
 from gradwire.lm.data.shards import Shards
 from gradwire.lm.models import causal

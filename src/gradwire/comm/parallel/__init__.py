@@ -2,7 +2,7 @@
 
 from gradwire.comm.parallel.comm_hook import comm_hook
 from gradwire.comm.parallel.compression import Compression, compress_gradients, hook
-from gradwire.comm.parallel.names import block_sizes, compile_blocks, named_parameters
+from gradwire.comm.parallel.model import block_sizes, compile_blocks, named_parameters
 from gradwire.comm.parallel.state import (
     checkpoint_state,
     filled,

@@ -13,7 +13,7 @@ from torch import nn
 
 from gradwire.base.errors import BadInput
 from gradwire.comm.collectives import Reducer, ops
-from gradwire.comm.parallel.names import inside, named_parameters, unwrapped
+from gradwire.comm.parallel.model import inside, named_parameters, unwrapped
 from gradwire.comm.torch_internals import NormWithStatistics
 
 

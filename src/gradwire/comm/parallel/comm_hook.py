@@ -24,7 +24,7 @@ from gradwire.comm.collectives.reducer import check_options
 from gradwire.comm.compressors import as_compressor
 from gradwire.comm.compressors.base import Compressor
 from gradwire.comm.parallel.checks import check_agreement, check_gradients, check_has_values, parameters_of
-from gradwire.comm.parallel.names import trainable
+from gradwire.comm.parallel.model import trainable
 from gradwire.comm.parallel.strategies.ddp import HookedBuckets, TakesBuckets, hooked_buckets, reduce_bucket
 from gradwire.comm.parallel.strategy import Attached, check_unprepared
 

@@ -21,8 +21,7 @@ from gradwire.comm.collectives import Reducer, state
 from gradwire.comm.collectives.ops import Group, new_group
 from gradwire.comm.collectives.reducer import Ending, Given, check_options
 from gradwire.comm.parallel.checks import check_agreement, check_gradients, parameters_of
-from gradwire.comm.parallel.mesh import local
-from gradwire.comm.parallel.names import COMPILED, named_parameters, trainable_shapes
+from gradwire.comm.parallel.model import COMPILED, local, named_parameters, trainable_shapes
 from gradwire.comm.parallel.strategies.ddp import DDP
 from gradwire.comm.parallel.strategies.fsdp2 import (
     FSDP2,

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
 from gradwire.base.errors import BadInput
-from gradwire.comm.parallel.mesh import first_row, local
+from gradwire.comm.parallel.model import first_row, local
 from gradwire.comm.parallel.strategy import strategy_of
 
 

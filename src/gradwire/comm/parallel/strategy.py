@@ -27,8 +27,7 @@ from gradwire.comm.collectives.layout import Kind
 from gradwire.comm.collectives.ops import Group
 from gradwire.comm.collectives.parameters import Replica
 from gradwire.comm.parallel.buckets import BUCKET_MB, MB
-from gradwire.comm.parallel.mesh import has_gradient, local
-from gradwire.comm.parallel.names import blocks, named_parameters, trainable
+from gradwire.comm.parallel.model import blocks, has_gradient, local, named_parameters, trainable
 from gradwire.comm.torch_internals import at_end_of_backward, backward_id, computes_gradients, version_of
 
 STEPPED = -1  # in place of a version: an optimizer has stepped since

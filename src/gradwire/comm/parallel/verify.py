@@ -14,8 +14,7 @@ from torch.optim import Optimizer
 from gradwire.base.errors import RunFault
 from gradwire.comm.collectives import ops
 from gradwire.comm.collectives.ops import new_group
-from gradwire.comm.parallel.mesh import local
-from gradwire.comm.parallel.names import named_buffers, named_parameters
+from gradwire.comm.parallel.model import local, named_buffers, named_parameters
 from gradwire.comm.parallel.optimizers import Communicating
 from gradwire.comm.parallel.strategy import strategy_of
 

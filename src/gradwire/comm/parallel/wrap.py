@@ -24,7 +24,7 @@ from gradwire.comm.parallel.checks import (
     parameters_of,
     warn_of_statistics,
 )
-from gradwire.comm.parallel.names import compiled_in_place, trainable_shapes
+from gradwire.comm.parallel.model import compiled_in_place, trainable_shapes
 from gradwire.comm.parallel.strategies.ddp import DDP
 from gradwire.comm.parallel.strategies.hsdp import HSDP
 from gradwire.comm.parallel.strategy import Strategy, attach, check_reducer, check_unprepared

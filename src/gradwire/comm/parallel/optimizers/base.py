@@ -25,8 +25,7 @@ from gradwire.comm.collectives.reducer import check_options
 from gradwire.comm.compressors import as_compressor
 from gradwire.comm.compressors.base import Compressor
 from gradwire.comm.parallel.checks import check_agreement, check_gradients, parameters_of, warn_of_statistics
-from gradwire.comm.parallel.mesh import local
-from gradwire.comm.parallel.names import COMPILED, named_parameters
+from gradwire.comm.parallel.model import COMPILED, local, named_parameters
 from gradwire.comm.parallel.strategies.ddp import DDP
 from gradwire.comm.parallel.strategies.fsdp2 import groups_of
 from gradwire.comm.parallel.strategies.hsdp import HSDP

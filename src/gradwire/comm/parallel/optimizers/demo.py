@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from gradwire.base.flags import NOT_NEGATIVE
 from gradwire.base.strict import checked_arguments
 from gradwire.comm.collectives import Layout, Reducer
-from gradwire.comm.parallel.mesh import local
+from gradwire.comm.parallel.model import local
 from gradwire.comm.parallel.optimizers.base import AnyCompressor, Communicating
 from gradwire.comm.parallel.strategy import clip_grad_norm
 

@@ -25,8 +25,7 @@ from gradwire.base.errors import BadInput
 from gradwire.base.machine import multiplies_bf16
 from gradwire.base.strict import checked_arguments
 from gradwire.comm.collectives import ops
-from gradwire.comm.parallel.mesh import local
-from gradwire.comm.parallel.names import blocks
+from gradwire.comm.parallel.model import blocks, local
 from gradwire.comm.parallel.optimizers.base import copy_tensors, step_without_hooks
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic iteration

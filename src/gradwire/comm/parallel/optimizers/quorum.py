@@ -34,7 +34,7 @@ from gradwire.comm.collectives.islands import QuorumReducer
 from gradwire.comm.collectives.reducer import Given, check_options
 from gradwire.comm.compressors import as_compressor
 from gradwire.comm.parallel.checks import check_agreement, check_gradients, parameters_of
-from gradwire.comm.parallel.names import COMPILED
+from gradwire.comm.parallel.model import COMPILED
 from gradwire.comm.parallel.strategies.fsdp2 import FSDP2
 from gradwire.comm.parallel.strategy import attach, is_prepared
 from gradwire.comm.parallel.wrap import wrap

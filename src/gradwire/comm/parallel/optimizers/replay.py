@@ -26,7 +26,7 @@ from gradwire.base.errors import BadInput
 from gradwire.comm.collectives import Layout, Reducer, state
 from gradwire.comm.compressors import as_compressor
 from gradwire.comm.parallel.checks import check_agreement
-from gradwire.comm.parallel.mesh import local
+from gradwire.comm.parallel.model import local
 from gradwire.comm.parallel.optimizers.base import AnyCompressor, duplicate, shapes_of, step_without_hooks
 from gradwire.comm.parallel.optimizers.diloco import DiLoCo, copied, state_of
 from gradwire.comm.parallel.strategy import strategy_of

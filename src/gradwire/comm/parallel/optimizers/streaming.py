@@ -22,7 +22,7 @@ from gradwire.base.strict import checked, checked_arguments
 from gradwire.comm.collectives import state
 from gradwire.comm.collectives.queue import Handle
 from gradwire.comm.communication import Count, Interval, Streaming
-from gradwire.comm.parallel.names import blocks
+from gradwire.comm.parallel.model import blocks
 from gradwire.comm.parallel.optimizers.base import LOCAL_STEP
 from gradwire.comm.parallel.optimizers.diloco import DiLoCo
 

@@ -18,7 +18,7 @@ from gradwire.comm.collectives import Layout, Reducer
 from gradwire.comm.collectives.ops import Group
 from gradwire.comm.collectives.queue import Handle
 from gradwire.comm.parallel.buckets import BUCKET_MB, FEWEST, MB, BucketReduction, plan
-from gradwire.comm.parallel.names import trainable, unwrapped
+from gradwire.comm.parallel.model import trainable, unwrapped
 from gradwire.comm.parallel.strategy import Attached, EndOfBackward, Strategy
 from gradwire.comm.torch_internals import FIRST_BUCKET_BYTES, join_runs
 

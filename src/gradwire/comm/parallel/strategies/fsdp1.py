@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.fsdp.wrap import CustomPolicy
 
 from gradwire.comm.collectives import Layout, Reducer
-from gradwire.comm.parallel.names import unwrapped
+from gradwire.comm.parallel.model import unwrapped
 from gradwire.comm.parallel.strategy import EndOfBackward, Strategy
 from gradwire.comm.torch_internals import accumulates_flat, flat_parameter, flat_parts, set_hook_state
 

@@ -27,8 +27,7 @@ from gradwire.comm.collectives.layout import Kind
 from gradwire.comm.collectives.meter import METER, Meter
 from gradwire.comm.collectives.ops import Group
 from gradwire.comm.collectives.parameters import ParameterGather, Replica
-from gradwire.comm.parallel.mesh import local
-from gradwire.comm.parallel.names import named_parameters, trainable
+from gradwire.comm.parallel.model import local, named_parameters, trainable
 from gradwire.comm.parallel.strategy import EndOfBackward, Strategy, in_backward
 from gradwire.comm.reduction import encoding_of
 from gradwire.comm.torch_internals import (

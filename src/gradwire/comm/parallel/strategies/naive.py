@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gradwire.base.errors import RunFault
 from gradwire.comm.collectives import Layout, Reducer, ops
-from gradwire.comm.parallel.names import trainable
+from gradwire.comm.parallel.model import trainable
 from gradwire.comm.parallel.strategy import Strategy
 from gradwire.comm.torch_internals import at_end_of_backward, backward_id
 

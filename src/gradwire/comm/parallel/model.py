@@ -1,13 +1,15 @@
-"""Parameters and blocks of the model itself; names are without what a framework or `torch.compile` inserts."""
+"""A model that a framework has wrapped: its parameters by their own names, its blocks, and this rank's part of it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.comm.torch_internals import compile_held
+from gradwire.comm.torch_internals import compile_held, shards_of
 
 COMPILED = "_orig_mod"  # torch.compile(model) holds the model by this name
 INSERTED = f"{COMPILED}.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module."
@@ -105,3 +107,27 @@ def block_sizes(model: nn.Module) -> list[int]:
     """Return the number of elements outside the blocks, then that of each block."""
     sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in blocks(model)]
     return [sum(parameter.numel() for parameter in model.parameters()) - sum(sizes), *sizes]
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's shard of a sharded tensor, another tensor as it is; both share memory with it."""
+    if (shards := shards_of(tensor)) is not None:
+        return shards[0].tensor if shards else torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def first_row(tensor: Tensor) -> int:
+    """Return where this rank's shard of a tensor begins along its first dimension; 0 of one that is not sharded."""
+    if (shards := shards_of(tensor)) is not None:
+        return int(shards[0].metadata.shard_offsets[0]) if shards else 0
+    if not isinstance(tensor, DTensor):
+        return 0
+    (dim,) = (dim for dim, placement in enumerate(tensor.placements) if placement == Shard(0))
+    mesh = tensor.device_mesh
+    return min(mesh.get_local_rank(dim) * -(-tensor.shape[0] // mesh.size(dim)), tensor.shape[0])
+
+
+def has_gradient(parameter: nn.Parameter) -> bool:
+    """Whether an optimizer would use this rank's part of a gradient; one of zeros is that of an unused parameter."""
+    return parameter.grad is not None and bool(local(parameter.grad).count_nonzero())
