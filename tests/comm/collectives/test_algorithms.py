@@ -39,7 +39,7 @@ def reduced(rank, world, group, shapes, cut, kind, name, options, reducer_option
         result = getattr(reducer, kind)(flat, layout)
         assert reducer.finish()
         rows.append((result, reducer.traffic["sent"] - before["sent"], expected))
-    residuals = {key: feedback.residual for key, feedback in reducer.codec._feedbacks.items()}
+    residuals = {key: feedback.residual for key, feedback in reducer.codec.feedbacks.items()}
     return rows, residuals, reducer.traffic, reducer.algorithm
 
 
@@ -110,7 +110,7 @@ def poisoned_once(rank, world, group, options):
         mean = reducer.reduce_scatter(flat, layout)
         finite.append(reducer.finish())
         if step == 1:
-            kept = {key: feedback.residual for key, feedback in reducer.codec._feedbacks.items()}
+            kept = {key: feedback.residual for key, feedback in reducer.codec.feedbacks.items()}
             residuals = {key: bool(residual.any()) for key, residual in kept.items() if residual.numel() > 1}
     return finite, mean, reducer.traffic["residuals_dropped"], residuals
 
@@ -212,7 +212,7 @@ def by_row_and_packed(rank, world, group, name, options):
             layout.unpack(mean, out)
             reducer.finish()
             means += [*out.values()]
-        kept = {key: feedback.residual for key, feedback in reducer.codec._feedbacks.items()}
+        kept = {key: feedback.residual for key, feedback in reducer.codec.feedbacks.items()}
         counts = {key: reducer.traffic[key] for key in ("sent", "raw", "closed_form", "elements", "exempt_elements")}
         outcomes.append((means, counts, kept))
     (means, counts, kept), (means_packed, counts_packed, kept_packed) = outcomes
@@ -301,7 +301,7 @@ def at_once_and_one_by_one(rank, world, group, kind, shapes, method, options):
         means.append((mean, expected))
     singles = [single for _, single in alone.values()]
     residuals = [
-        {key: feedback.residual for each in reducers for key, feedback in each.codec._feedbacks.items()}
+        {key: feedback.residual for each in reducers for key, feedback in each.codec.feedbacks.items()}
         for reducers in ([reducer], singles)
     ]
     dropped = reducer.codec.residuals_dropped, sum(single.codec.residuals_dropped for single in singles)

@@ -35,7 +35,7 @@ def trained(rank, world, group, strategy, algorithm, fault=None, method="dcttopk
             next(iter(optimizer.parameters.values())).grad.view(-1)[2] = float("nan")
         norm, taken = optimizer.communicate(CLIP)
         if fault == "forgotten":
-            for feedback in reducer.codec._feedbacks.values():
+            for feedback in reducer.codec.feedbacks.values():
                 feedback.drop()
         if fault == "unsigned":
             optimizer.delivered = {name: mean.abs() for name, mean in optimizer.delivered.items()}

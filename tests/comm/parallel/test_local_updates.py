@@ -319,7 +319,7 @@ def test_a_preset_is_its_protocol_in_one_process(world, name, size):
 
 
 def forget_the_error(optimizer, rank, step):
-    for feedback in optimizer.reducer.codec._feedbacks.values():
+    for feedback in optimizer.reducer.codec.feedbacks.values():
         feedback.drop()
 
 
@@ -345,7 +345,7 @@ def lose_the_quantizers_error(optimizer, rank, step):
         residual[sent != 0] = 0
         return wire, placed
 
-    if optimizer.reducer.codec._feedbacks:  # after the first round
+    if optimizer.reducer.codec.feedbacks:  # after the first round
         object.__setattr__(compressor, "encode_many", lossy)  # it is frozen
 
 

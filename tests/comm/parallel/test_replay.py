@@ -139,7 +139,7 @@ def present_rates(optimizer, rank, step):
 
 def forgotten(optimizer, rank, step):
     """What the encoding of embeddings lost is lost."""
-    for feedback in optimizer.part.codec._feedbacks.values():
+    for feedback in optimizer.part.codec.feedbacks.values():
         feedback.drop()
 
 

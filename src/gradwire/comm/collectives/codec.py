@@ -64,6 +64,9 @@ class Codec:
         seed: Of the generators.
         rank: This rank, to which its state belongs.
         draws: The number of this rank in the seeds of its generators.
+
+    Attributes:
+        feedbacks: Error feedback by parameter, phase and first element of the piece.
     """
 
     def __init__(
@@ -82,7 +85,7 @@ class Codec:
         self._dropped: Tensor | None = None  # int64 [1]: residuals dropped because of that
         self._plans: WeakKeyDictionary[Layout, dict[Phase, Plan]] = WeakKeyDictionary()
         self._generators: dict[tuple[str, Phase], torch.Generator] = {}
-        self._feedbacks: dict[Key, Feedback] = {}
+        self.feedbacks: dict[Key, Feedback] = {}
         self._states: dict[str, State] = {}
         self._held: dict[str, Held] = {}  # what was kept before this step, of parameters that it may not count for
         self._loaded = Loaded()
@@ -163,7 +166,7 @@ class Codec:
     def _of_batch(self, kind: str, batch: Batch, phase: Phase, device: torch.device) -> list[Any]:
         """Return the ``generators`` of a batch's tensors, or the ``feedbacks`` of its pieces; looked up once."""
         kept: dict[str, Any] = batch.segments.derive((kind, phase, device), dict)
-        among = self._generators if kind == "generators" else self._feedbacks
+        among = self._generators if kind == "generators" else self.feedbacks
         if kept.get("among") is not among:  # they begin again with each state
             if kind == "generators":
                 of: list[Any] = [self._generator(group[0].name, phase, device) for group in batch.pieces]
@@ -207,9 +210,9 @@ class Codec:
         self.meet(piece.name, phase)
         key, options = (piece.name, phase, piece.at), self.options
         assert options.feedback is not None
-        feedback = self._feedbacks.get(key)
+        feedback = self.feedbacks.get(key)
         if feedback is None:
-            feedback = self._feedbacks[key] = Feedback(
+            feedback = self.feedbacks[key] = Feedback(
                 options.feedback, piece.numel, decay=options.ef_decay, average=options.ef_average, device=device
             )
             if (residual := self._loaded.residual(piece, phase)) is not None:
@@ -224,8 +227,8 @@ class Codec:
 
         The next pieces get those of their elements.
         """
-        self._loaded.loosen({key: feedback.state_dict() for key, feedback in self._feedbacks.items()})
-        self._feedbacks = {}
+        self._loaded.loosen({key: feedback.state_dict() for key, feedback in self.feedbacks.items()})
+        self.feedbacks = {}
 
     def drop_loose(self) -> int:
         """Drop the residuals that no piece has taken up; return their elements."""
@@ -235,7 +238,7 @@ class Codec:
         """Copy what is kept of parameters, before the first reduction of a step that may not count for them."""
         if not (names := names - self._held.keys()):
             return
-        kept = {**self._loaded.residuals, **{key: feedback.state_dict() for key, feedback in self._feedbacks.items()}}
+        kept = {**self._loaded.residuals, **{key: feedback.state_dict() for key, feedback in self.feedbacks.items()}}
         for name in names:
             residuals = {key: copied(residual) for key, residual in kept.items() if key[0] == name}
             self._held[name] = Held(residuals, copied(self._states[name]) if name in self._states else None)
@@ -244,7 +247,7 @@ class Codec:
         """Keep of these parameters what was kept before the step, and forget what is held of all."""
         held, self._held = self._held, {}
         for name in names & held.keys():
-            for key, feedback in self._feedbacks.items():
+            for key, feedback in self.feedbacks.items():
                 if key in held[name].residuals:
                     feedback.load_state_dict(held[name].residuals[key])
                 elif key[0] == name:
@@ -286,19 +289,19 @@ class Codec:
         """Euclidean norm of this rank's residuals; None without error feedback."""
         if self.options.feedback is None:
             return None
-        ordered = (self._feedbacks[key] for key in sorted(self._feedbacks))  # a resumed run meets them in another
+        ordered = (self.feedbacks[key] for key in sorted(self.feedbacks))  # a resumed run meets them in another
         squares = [feedback.residual.double().square().sum() for feedback in ordered]
         return float(torch.stack(squares).sum().sqrt()) if squares else 0.0
 
     @property
     def residual_bytes(self) -> int:
         """Memory of this rank's residuals."""
-        return sum(feedback.nbytes for feedback in self._feedbacks.values())
+        return sum(feedback.nbytes for feedback in self.feedbacks.values())
 
     def state_dict(self) -> dict[str, Any]:
         """Return what this rank keeps, as plain data and tensors."""
         current = {key: generator.get_state() for key, generator in self._generators.items()}
-        residuals = {key: feedback.state_dict() for key, feedback in self._feedbacks.items()}
+        residuals = {key: feedback.state_dict() for key, feedback in self.feedbacks.items()}
         return {
             "step": self.step,
             "began": self.began,
@@ -323,7 +326,7 @@ class Codec:
         ):
             raise BadInput("the state of a reducer is damaged: it is not what state_dict() returned.")
         for (name, phase, start), kept in state["residuals"].items():
-            if feedback := self._feedbacks.get((name, phase, start)):
+            if feedback := self.feedbacks.get((name, phase, start)):
                 check_tensors(kept, feedback.state_dict(), f"residuals of {name}")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -337,7 +340,7 @@ class Codec:
         """Forget what was kept and met, and go on at an optimizer step."""
         self.step = self.began = step
         self.flag = None
-        self._generators, self._feedbacks, self._states, self._held = {}, {}, {}, {}
+        self._generators, self.feedbacks, self._states, self._held = {}, {}, {}, {}
         self._loaded = Loaded()
 
     def check_names(self, names: Container[str]) -> None:
