@@ -20,7 +20,7 @@ from gradwire.comm import parallel
 from gradwire.comm.collectives import IslandReducer, Reducer, build_islands
 from gradwire.comm.collectives.world import World
 from gradwire.comm.compressors import build as build_compressor
-from gradwire.comm.compressors.rehearsal import rehearse
+from gradwire.comm.compressors.driver import rehearse
 from gradwire.comm.parallel import optimizers
 from gradwire.comm.parallel.model import local
 from gradwire.comm.reduction import encoding_of

@@ -15,7 +15,9 @@ A caller with many tensors in one buffer makes a table of them once and calls th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 import torch
@@ -28,6 +30,8 @@ from gradwire.comm.compressors import kernels
 from gradwire.comm.compressors.segments import Buffers, Segments, Shape
 
 Onto: TypeAlias = Literal["sum", "zero", "blank"]
+ONTO: tuple[Onto, ...] = ("zero", "sum", "blank")
+REHEARSED = 2**14  # elements of a tensor
 
 
 class Driver(BaseModel):
@@ -282,3 +286,44 @@ def bounds(option: str, field: FieldInfo) -> str:
     low = [f"{value} {signs[kind]}" for kind, value in limits if kind[0] == "g"]
     high = [f"{signs[kind]} {value}" for kind, value in limits if kind[0] == "l"]
     return f" ({low[0]} {option} {high[0]})" if low and high else ""
+
+
+def rehearse(
+    compressors: Iterable[Driver], shapes: Iterable[tuple[int, ...]], device: torch.device, *, feedback: bool
+) -> None:
+    """Compile the kernels of compressors before anything is timed: encode and decode random tensors, as reductions do.
+
+    Nothing is kept, and the global random state is not touched.
+
+    Args:
+        compressors: The compressors.
+        shapes: Shapes of parameters; of each one, the first rows are enough.
+        device: The device.
+        feedback: Whether an encoding is also made with a residual.
+    """
+    forms = [*dict.fromkeys(map(first_rows, shapes))]
+    starts = accumulate(map(math.prod, forms), initial=0)
+    tensors = [*zip(starts, forms, strict=False)]
+    generator = torch.Generator(device).manual_seed(0)
+    values = torch.randn(sum(map(math.prod, forms)), generator=generator, dtype=torch.float32, device=device)
+    for compressor in dict.fromkeys(compressors):
+        for start, form in tensors:
+            x = values[start : start + math.prod(form)].view(form)
+            compressor.decode(compressor.encode(x, generator=generator), form)
+        segments = Segments.of(compressor, tensors)
+        for residual in [None, torch.zeros_like(values)][: 1 + feedback]:
+            wire, placed = compressor.encode_many(
+                values,
+                segments,
+                generators=[generator] * len(tensors),
+                flags=torch.zeros(len(tensors), dtype=torch.uint8, device=device),
+                residual=residual,
+            )
+            for onto in ONTO:
+                compressor.decode_add(wire.expand(2, -1).contiguous(), placed, values.clone(), onto=onto)
+
+
+def first_rows(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The form that a compressor sees of a parameter, with as many rows as `REHEARSED` elements have, at least one."""
+    form = (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (math.prod(shape),)
+    return min(form[0], max(1, REHEARSED // max(1, math.prod(form[1:])))), *form[1:]
