@@ -118,7 +118,7 @@ def codec(settings: Settings, rows: list[Row]) -> Row:
         "padding_bytes": total_of(rows, "bytes_padding"),
         "density": chosen / among if among else None,
         "sparsity": 1 - chosen / among if among else None,
-        "residual_norm": None if None in norms else math.sqrt(fmean(norm * norm for norm in norms)),
+        "residual_norm": None if None in norms else math.sqrt(fmean(norm * norm for norm in norms if norm is not None)),
         "exempt_fraction": total["exempt_elements"] / total["elements"],
         "fallbacks": total["fallbacks"],
         "fallback_fraction": total["fallback_elements"] / encoded if encoded else None,

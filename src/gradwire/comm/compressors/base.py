@@ -53,6 +53,8 @@ class Compressor(Driver, Reducible, ABC):
     """When to take it, in a sentence."""
     overflow: ClassVar[float] = math.inf
     """The smallest magnitude that the wire can no longer carry as a finite number."""
+    linear: ClassVar[bool] = False
+    """Whether `rounds` equals compressing the mean; ``algorithm: auto`` then uses it."""
 
     @property
     def unbiased(self) -> bool:

@@ -81,8 +81,6 @@ class Reducible:
     """The members of a compressor whose messages a native collective can reduce; without `rounds` there is no such."""
 
     name: ClassVar[str]
-    linear: ClassVar[bool] = False
-    """Whether `rounds` equals compressing the mean; ``algorithm: auto`` then uses it."""
 
     @property
     def has_rounds(self) -> bool:
