@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import links_rows
 import numpy as np
@@ -14,6 +15,8 @@ import pyarrow.parquet as pq
 from gradwire.base.files import write_json, write_text
 from gradwire.bench.config.file import check, read
 from gradwire.bench.report.rows.record import Result, csv_text, jsonl
+from gradwire.bench.report.tables.quality import PerplexityReference
+from gradwire.bench.report.tables.results import Results
 
 ROOT = Path(__file__).parents[2]
 
@@ -89,6 +92,12 @@ def rows(
         for i, label in enumerate(labels)
         for seed in seeds
     ]
+
+
+def as_read(rows: Sequence[Result], reference: PerplexityReference | None = None, **more: Any) -> Results:
+    """An experiment of these rows; perplexities are its own, unless there is a reference."""
+    folder = more.pop("results_dir", Path("here"))
+    return Results(folder, rows, reference or PerplexityReference.of("here", rows), **more)
 
 
 def write(folder: Path, results: Sequence[Result], steps: int = 40) -> Path:

@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 from matplotlib.transforms import Bbox
 
-from gradwire.bench.report.page.data import read
+from gradwire.bench.report.page.data import Data
 from gradwire.bench.report.page.files import save
 from gradwire.bench.report.page.sections import sections
 from gradwire.bench.report.page.style import styled
@@ -75,7 +75,7 @@ def test_no_text_of_a_figure_holds_markup_or_lies_outside_of_it(tmp_path, writte
     """Each text as SVG and PNG draw it; one figure of each kind."""
     rows = made_results.rows(LABELS, ["ddp", "fsdp2"], [(1, "none"), (2, "none"), (2, "100mbit")], [0, 1, 2])
     kinds = {}
-    for section in sections(read(made_results.write(tmp_path / "demo", rows))):
+    for section in sections(Data.read(made_results.write(tmp_path / "demo", rows))):
         for plot in section.plots[:: max(1, len(section.plots) - 1)]:
             kinds[section.key, id(plot)] = plot
     names = [save(plot, tmp_path).name for plot in kinds.values()]
@@ -105,7 +105,7 @@ def shared(tmp_path_factory):
         table = pq.read_table(path)
         longer = pc.add(table["step_ms"], pc.multiply(60_000.0, pc.equal(table["step"], 0).cast("float64")))
         pq.write_table(table.set_column(table.column_names.index("step_ms"), "step_ms", longer), path)
-    return read(folder)
+    return Data.read(folder)
 
 
 def test_every_figure_of_times_says_that_they_are_shared_and_no_other_does(shared):
@@ -133,7 +133,7 @@ def test_what_the_first_step_compiles_is_in_no_curve_over_seconds(shared):
 
 @pytest.mark.parametrize(("experiment", "figures"), [("quality", 7), ("time-to-loss", 10), ("ranks", 3)])
 def test_no_two_texts_of_the_committed_records_figures_overlap(tmp_path, written, experiment, figures):
-    data = read(made_results.committed(tmp_path / experiment, experiment))
+    data = Data.read(made_results.committed(tmp_path / experiment, experiment))
     drawings = [plot for section in sections(data) for plot in section.plots]
     with styled():
         for drawing in drawings:
@@ -151,7 +151,7 @@ def test_no_two_texts_of_the_committed_records_figures_overlap(tmp_path, written
 
 def test_what_more_ranks_cost_is_against_the_same_optimizer_in_every_step(tmp_path):
     folder = made_results.committed(tmp_path / "ranks", "ranks")
-    (made,) = (section for section in sections(read(folder)) if section.key == "ranks")
+    (made,) = (section for section in sections(Data.read(folder)) if section.key == "ranks")
     (plot,) = (drawing() for drawing in made.plots)
     rows = [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
     perplexities = {(row["compressor"], row["world_size"]): row["val_ppl"] for row in rows}
@@ -176,7 +176,7 @@ def test_runs_of_simulated_ranks_have_losses_over_steps_and_not_over_seconds(tmp
         table = pq.read_table(path)
         untimed = pa.nulls(len(table), pa.float64())
         pq.write_table(table.set_column(table.column_names.index("step_ms"), "step_ms", untimed), path)
-    data = read(folder)
+    data = Data.read(folder)
     (made,) = (section for section in sections(data) if section.key == "loss")
     drawn = {plot.name: plot.tips for plot in (drawing() for drawing in made.plots)}
     assert {name.partition("-ddp")[0] for name in drawn} == {"loss-steps", "validation-loss"}
@@ -186,5 +186,5 @@ def test_runs_of_simulated_ranks_have_losses_over_steps_and_not_over_seconds(tmp
     table = pq.read_table(paths[0])
     some = pa.array([1.5, *[None] * (len(table) - 1)])
     pq.write_table(table.set_column(table.column_names.index("step_ms"), "step_ms", some), paths[0])
-    data = read(folder)
+    data = Data.read(folder)
     assert len([*sections(data)]) and "step_ms is null" in data.notes[0]

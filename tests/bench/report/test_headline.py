@@ -8,13 +8,10 @@ import re
 import made_results
 import pytest
 
-from gradwire.bench.report.page.data import read
+from gradwire.bench.report.page.data import Data
 from gradwire.bench.report.page.files import render
 from gradwire.bench.report.page.sections import sections
-from gradwire.bench.report.tables.cells import cells_of
-from gradwire.bench.report.tables.headline import Known, findings, of_optimizers, perplexity, question
-from gradwire.bench.report.tables.quality import PerplexityReference
-from gradwire.bench.report.tables.time_to_loss import cells
+from gradwire.bench.report.tables.headline import findings, of_optimizers, perplexity, question
 from gradwire.bench.statistics.seeds import percents
 
 LABELS = ["none", "bf16-native", "exchange", "int8", "powersgd"]
@@ -30,16 +27,14 @@ def folder(tmp_path_factory):
     return place
 
 
-def found_in(rows, times=()):
+def found_in(rows):
     """The findings of an experiment's rows."""
-    quality = PerplexityReference.of("here", rows)
-    ok = [row for row in rows if row.status == "ok"]
-    return findings(cells_of(rows, quality), Known(ok, quality, times))
+    return findings(made_results.as_read(rows))
 
 
 def test_each_regime_has_its_fastest_valid_compressor(folder):
-    data = read(folder)
-    found = {one.group: one for one in data.findings}
+    data = Data.read(folder)
+    found = {one.group: one for one in findings(data)}
     assert {(group.strategy, group.world_size, group.link) for group in found} == {
         (strategy, 2, link) for strategy in ("ddp", "fsdp2") for link in ("none", "100mbit")
     }
@@ -63,7 +58,7 @@ def test_each_regime_has_its_fastest_valid_compressor(folder):
         words = f"the same perplexity as none, {sum(worse) / 3:+z.1f} % ({min(worse):+z.1f} … {max(worse):+z.1f}), "
         assert words in one.text
         assert one.text.endswith("(times shared).")
-    gains = [one.gain for one in data.findings]
+    gains = [one.gain for one in findings(data)]
     assert gains == sorted(gains, reverse=True) and gains[0] > 1 > gains[-1]
 
 
@@ -114,7 +109,7 @@ def test_a_label_of_which_a_run_diverged_is_no_finding():
     lost = [row.compressor == "int4" and row.link == "none" and row.seed == 1 for row in rows]
     rows = [row.model_copy(update={"status": "diverged"} if one else {}) for row, one in zip(rows, lost, strict=True)]
     assert all(one.text.startswith("int8: ") for one in found_in(rows)), "int4 sends fewer bytes"
-    made = cells_of(rows, PerplexityReference.of("here", rows))
+    made = made_results.as_read(rows).cells
     assert made[made["gated"].astype(bool)]["compressor"].tolist() == ["int4", "int4"], "on both links"
 
 
@@ -149,7 +144,7 @@ def test_a_gain_of_the_optimizer_is_not_called_one_of_compression():
     (one,) = found_in(rows)
     assert ", the same perplexity as muon, +0.2 % (-0.5 … +0.5), 1.00 times the speed of none " in one.text
     assert one.number.endswith(" times fewer bytes")
-    assert of_optimizers(rows, PerplexityReference.of("here", rows)) == [
+    assert of_optimizers(made_results.as_read(rows)) == [
         "ddp, 2 ranks: Muon instead of AdamW in every step, without compression (muon): perplexity -17.4 % "
         "(-20.0 … -12.0) against none."
     ]
@@ -157,7 +152,7 @@ def test_a_gain_of_the_optimizer_is_not_called_one_of_compression():
     assert ", perplexity not compared, " in alone.text and alone.number == ""
     usual = with_optimizers({"local": {"comm_optimizer": "diloco", "H": 5}}, PPLS)
     assert " perplexity -17.3 % (-20.4 … -11.6) against none, " in found_in(usual)[0].text
-    assert of_optimizers(usual, PerplexityReference.of("here", usual)) == []
+    assert of_optimizers(made_results.as_read(usual)) == []
 
 
 @pytest.mark.parametrize(
@@ -199,28 +194,27 @@ def test_time_to_a_target_leads_where_it_was_measured():
     }
     configs = {"muon": MUON, "local": LOCAL, "muon-int8": MUON}
     rows = with_optimizers(configs, PPLS, ("45", "none"), seconds)
-    quality = PerplexityReference.of("here", rows)
-    (one,) = found_in(rows, cells(rows, quality))
+    (one,) = found_in(rows)
     assert (one.number, one.cost, one.gain) == ("2.5 times sooner", "target", 2.5)
     assert one.text.startswith("local reaches the perplexity of none in 40 s, none in 100 s: ")
     assert one.text.endswith(
         "+0.5), steps 1.00 times as fast as those of none at 100 Mbit/s, in 4.00 times the time of muon."
     )
     rows = with_optimizers(configs, PPLS, ("45",), seconds)
-    (numbered,) = found_in(rows, cells(rows, quality))
+    (numbered,) = found_in(rows)
     assert numbered.text.startswith("muon-int8 reaches perplexity 45 in 20 s, none in 90 s: "), "the goal is another"
     slow = {label: {"45": 90.0 + 10 * (label != "none")} for label in seconds}
-    (late,) = found_in(late_rows := with_optimizers(configs, PPLS, ("45",), slow), cells(late_rows, quality))
+    (late,) = found_in(with_optimizers(configs, PPLS, ("45",), slow))
     assert late.cost == "bytes" and "sooner" not in late.number
-    shared = findings(cells_of(rows, quality), Known(rows, quality, cells(rows, quality), shared=True))
+    shared = findings(made_results.as_read(rows, shared=True))
     assert shared[0].cost == "bytes" and "times shared" in shared[0].text
 
 
 def test_the_page_begins_with_it(folder):
-    data = read(folder)
+    data = Data.read(folder)
     made = list(sections(data))
     page = render(data, made, {section.key: [] for section in made})
-    first = data.findings[0]
+    first = findings(data)[0]
     body = re.sub(r"<[^>]+>", " ", page.split("<main>")[1])
     assert re.match(r"\s+In short\s+" + re.escape(first.number), body)
     assert "<h1>What do int8 and powersgd save, and at what cost?</h1>" in page
@@ -232,5 +226,5 @@ def test_the_page_begins_with_it(folder):
 def test_the_title_is_the_experiments_question(folder, tmp_path):
     (tmp_path / "config.json").write_text('{"question": "Is it <fast>?"}')
     assert question(tmp_path, None) == "Is it <fast>?"
-    assert question(folder, read(folder).cells) == "What do int8 and powersgd save, and at what cost?"
+    assert question(folder, Data.read(folder).cells) == "What do int8 and powersgd save, and at what cost?"
     assert question(tmp_path / "nowhere", None) == "nowhere"

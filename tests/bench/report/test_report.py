@@ -127,7 +127,7 @@ def test_validity_names_failed_and_skipped_runs_with_their_reasons(page):
 
 def test_what_fell_back_to_float32_is_reported_and_marked_only_where_it_was_most(folder, page):
     rows = [Result(**json.loads(line)) for line in (folder / "results.jsonl").read_text().splitlines()]
-    found = {gate.name: gate for gate in gates(rows, None, folder, shared=False)}
+    found = {gate.name: gate for gate in gates(made_results.as_read(rows, results_dir=folder))}
     finite = found["no gradient was non-finite"]
     assert (finite.state, finite.text) == ("marked", "35 of 36 runs; not: ddp/int8/ws2/none/seed1")
     encoded = found["compressors encoded at least half of their elements"]
@@ -138,7 +138,7 @@ def test_what_fell_back_to_float32_is_reported_and_marked_only_where_it_was_most
         and printed in encoded.text
     )
     others = [row for row in rows if row.compressor != "int8"]
-    encoded = {gate.name: gate for gate in gates(others, None, folder, shared=False)}[encoded.name]
+    encoded = {gate.name: gate for gate in gates(made_results.as_read(others, results_dir=folder))}[encoded.name]
     assert encoded.state == "passed" and "ddp/powersgd/ws2 0.9 %" in encoded.text
 
 

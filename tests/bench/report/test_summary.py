@@ -9,19 +9,18 @@ import random
 import re
 import statistics
 
+import made_results
 import pytest
 import torch
 
 from gradwire.base.files import write_json
 from gradwire.bench.config import Run
-from gradwire.bench.report.page.data import read
 from gradwire.bench.report.page.sections import marks
 from gradwire.bench.report.rows.record import RESULT_FIELDS
 from gradwire.bench.report.rows.runs import unusable
 from gradwire.bench.report.tables.across_runs import collect
-from gradwire.bench.report.tables.cells import cells_of
 from gradwire.bench.report.tables.checks import gates
-from gradwire.bench.report.tables.quality import PerplexityReference
+from gradwire.bench.report.tables.results import Results
 from gradwire.bench.training.environment import environment
 from gradwire.cli import main
 from gradwire.comm.collectives.world import World
@@ -230,10 +229,7 @@ def test_a_framework_s_bytes_have_a_sign_only_where_its_traces_have_them(results
     assert [row.bytes_traced_total for row in rows] == [one and 60 * one for one in traced]
     cell = {"worse_percent": 0.0, "reference": "none", "val_ppl": 1.0, "n": 2, "diverged": 0, "failed": 0}
     assert marks(cell, rows) == mark.removeprefix("valid")
-    found = {
-        gate.name: gate.state
-        for gate in gates(rows, cells_of(rows, PerplexityReference.of("here", rows)), results.folder, shared=False)
-    }
+    found = {gate.name: gate.state for gate in gates(made_results.as_read(rows, results_dir=results.folder))}
     assert found["bytes sent, as metered or traced, are those that the formula gives"] == state
 
 
@@ -271,7 +267,7 @@ def test_a_cell_that_is_timed_with_one_seed_moves_no_gate(results, capsys):
         "muon": ["–", "–", "muon"],
         "local": ["+2.00 % !", "+2.00 … +2.00", "muon"],
     }
-    made = read(results.folder)
+    made = Results.read(results.folder)
     assert made.cells is not None
     table = made.cells.set_index(["compressor", "link"])
     for label, ppls in perplexities.items():
@@ -279,12 +275,14 @@ def test_a_cell_that_is_timed_with_one_seed_moves_no_gate(results, capsys):
             cell = table.loc[label, link]
             assert (cell["n"], cell["quality_n"], cell["gated"]) == (n, 3, label == "local")
             assert cell["val_ppl"] == pytest.approx(statistics.mean(ppls))
-    states = {gate.name: gate for gate in gates(made.results, made.cells, results.folder, shared=False)}
+    states = {gate.name: gate for gate in gates(made)}
     assert "6 of 8 cells pass; above: ddp/local/ws2/none, ddp/local/ws2/20mbit" in (
         gate.text for gate in states.values()
     )
     moved = results.folder.rename(results.folder.with_name("moved"))
-    assert read(moved).quality.rows == made.quality.rows, "of the folder that is read, not of the one that was written"
+    assert Results.read(moved).quality.rows == made.quality.rows, (
+        "of the folder that is read, not of the one that was written"
+    )
 
 
 @pytest.mark.parametrize(
@@ -329,9 +327,11 @@ def test_losses_that_depend_on_the_link_are_named(results, capsys):
         (rows, "2 cells ran on several links, but with another number"),
         (rows[-1:], "no cell ran on two"),
     ):
-        assert [gate.state for gate in gates(of, None, results.folder, False) if gate.text.startswith(said)] == [
-            "not checked"
-        ]
+        assert [
+            gate.state
+            for gate in gates(made_results.as_read(of, results_dir=results.folder))
+            if gate.text.startswith(said)
+        ] == ["not checked"]
 
 
 def test_failed_skipped_diverged_and_missing_runs_have_their_reasons(results, capsys):

@@ -7,12 +7,12 @@ import math
 
 import pytest
 from links_rows import ALPHA, COMPUTE, LABELS, experiment, row
+from made_results import as_read
 
 from gradwire.base.errors import BadInput
 from gradwire.base.files import write_json
 from gradwire.bench.report.rows.record import Result
 from gradwire.bench.report.tables.across_runs import with_quality
-from gradwire.bench.report.tables.cells import cells_of
 from gradwire.bench.report.tables.quality import PerplexityReference, differences, perplexity_reference
 from gradwire.bench.report.tables.summary import summary
 from gradwire.bench.report.tables.tiers import ceilings, tiers
@@ -114,7 +114,7 @@ def page():
     """The summary of an experiment with links, its quality from another."""
     found = PerplexityReference.of("Q", quality_rows())
     rows, _ = with_quality(experiment(), found)
-    return summary("links", rows, cells_of(rows, found), tiers(rows, found))
+    return summary(as_read(rows, found))
 
 
 def test_a_cell_that_is_faster_than_its_bytes_allow_is_named():
@@ -123,9 +123,12 @@ def test_a_cell_that_is_faster_than_its_bytes_allow_is_named():
     m = none.transfer_time_ms / (1e3 * COMPUTE)
     least = none.step_time_ms_p50 * (1 + m / 3.94) / (1 + m)
     at, above = (int8.model_copy(update={"step_time_ms_p50": least / share}) for share in (1, 1.17))
-    assert ceilings([none, int4, at], found)[1:] == ("passed", "3 of 3 cells")
-    assert ceilings([none, int4, above], found)[1:] == ("marked", "2 of 3 cells; above: ddp/int8/ws2/100mbit (117 %)")
-    assert ceilings([int4, above], found).state == "not checked"
+    assert ceilings(as_read([none, int4, at], found))[1:] == ("passed", "3 of 3 cells")
+    assert ceilings(as_read([none, int4, above], found))[1:] == (
+        "marked",
+        "2 of 3 cells; above: ddp/int8/ws2/100mbit (117 %)",
+    )
+    assert ceilings(as_read([int4, above], found)).state == "not checked"
 
 
 def test_the_tier_table_has_the_law_s_gains(page):
@@ -163,8 +166,8 @@ def test_gains_are_of_the_seeds_of_both():
     slow = row("ddp", "none", "100mbit", seed=1)
     slow = slow.model_copy(update={"step_time_ms_p50": 5e3, "transfer_time_ms": 4e3})
     timed = [*experiment(("ddp",), ("100mbit",)), slow]
-    found = tables("\n" + tiers(timed, PerplexityReference.of("Q", quality_rows())))["ddp, W = 2, 100mbit"]
-    once = tables("\n" + tiers(timed[:-1], PerplexityReference.of("Q", quality_rows())))["ddp, W = 2, 100mbit"]
+    found = tables("\n" + tiers(as_read(timed, PerplexityReference.of("Q", quality_rows()))))["ddp, W = 2, 100mbit"]
+    once = tables("\n" + tiers(as_read(timed[:-1], PerplexityReference.of("Q", quality_rows()))))["ddp, W = 2, 100mbit"]
     assert [one for one in found if one["compressor"] != "none"] == [one for one in once if one["compressor"] != "none"]
     both = (5e3 + row("ddp", "none", "100mbit").step_time_ms_p50) / 2
     assert [one["step ms"] for one in found if one["compressor"] == "none"] == [f"{both:,.1f}"]
@@ -177,15 +180,15 @@ def test_sharded_gradients_and_parameters_count_together(page):
 
 def test_a_tier_nobody_is_in_and_a_quality_nobody_knows_are_said(page):
     rows = experiment(("ddp",), ("100mbit",))
-    text = tiers(rows, PerplexityReference.of("Q", quality_rows(labels=("none", "powersgd"))))
+    text = tiers(as_read(rows, PerplexityReference.of("Q", quality_rows(labels=("none", "powersgd")))))
     assert "Fastest within 1 %: `none`; within 5 %: `none`; within 20 %: `powersgd`." in text
     unknown = {one["compressor"]: one for one in tables("\n" + text)["ddp, W = 2, 100mbit"]}["int8"]
     assert (unknown["n"], unknown["ppl"], unknown["tier"], unknown["fastest"]) == ("–", "–", "–", "")
-    assert "Fastest within 1 %: none; within 5 %: none" in tiers(rows, PerplexityReference.of("Q", []))
+    assert "Fastest within 1 %: none; within 5 %: none" in tiers(as_read(rows, PerplexityReference.of("Q", [])))
 
 
 def test_without_a_shaped_link_there_is_no_tier_table():
-    assert tiers(experiment(links=("none",)), PerplexityReference.of("Q", quality_rows())) == ""
+    assert tiers(as_read(experiment(links=("none",)), PerplexityReference.of("Q", quality_rows()))) == ""
 
 
 def test_the_ceiling_of_hsdp_is_by_the_bytes_between_islands_and_that_of_flat_shards_by_all():
@@ -198,7 +201,7 @@ def test_the_ceiling_of_hsdp_is_by_the_bytes_between_islands_and_that_of_flat_sh
         rows.append(made.model_copy(update=hsdp | {"compression_ratio_between_steady": ratio}))
     fewer = {
         name: one["bytes ×"]
-        for name, of in tables(tiers(rows, PerplexityReference.of("Q", []))).items()
+        for name, of in tables(tiers(as_read(rows, PerplexityReference.of("Q", [])))).items()
         for one in of
         if one["compressor"] == "int8"
     }

@@ -7,6 +7,7 @@ import math
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from made_results import as_read
 
 from gradwire.base.errors import BadInput
 from gradwire.base.files import write_json
@@ -214,7 +215,7 @@ def test_time_steps_and_bytes_to_each_target(tmp_path):
     assert [table["60", "diloco"][name] for name in columns] == [3, "2 of 3", "4", "0.0", "0.000"]
     assert [table["40", "none"][name] for name in columns] == [2, "0 of 2", "∞", "∞", "∞"]
     assert [table["none", "diloco"][name] for name in columns[:3]] == [2, "1 of 2", "∞"]
-    text = summary("x", list(rows.values()), None, reached=reached)
+    text = summary(as_read(list(rows.values())))
     assert "## Time to target" in text and "∞" in text.split("## Time to target")[1]
 
 

@@ -25,11 +25,11 @@ class Options(Strict):
 
 def main(options: Options) -> None:
     """Print the differences as Markdown or JSON."""
-    from gradwire.bench.report.page.data import read
     from gradwire.bench.report.page.sections import comparison
     from gradwire.bench.report.tables.comparison import QUANTITIES, common, differences
+    from gradwire.bench.report.tables.results import Results
 
-    first, second = read(options.first), read(options.second)
+    first, second = Results.read(options.first), Results.read(options.second)
     if options.as_json:
         pairs = common(first.ok, second.ok)
         records = {of.field: [cell.record() for cell in differences(pairs, of)] for of in QUANTITIES}

@@ -24,14 +24,14 @@ def beside(options: Options) -> Path | None:
 
 def main(options: Options) -> None:
     """Write ``report.html``, ``figures/`` and ``tables/``, and print the page's path."""
-    from gradwire.bench.report.page.data import read
+    from gradwire.bench.report.page.data import Data
     from gradwire.bench.report.page.files import write
     from gradwire.bench.report.page.sections import comparison, sections
 
-    data = read(options.results_dir)
+    data = Data.read(options.results_dir)
     made = list(sections(data))
     if options.compare_with is not None:
-        made.append(comparison(data, read(options.compare_with)))
+        made.append(comparison(data, Data.read(options.compare_with)))
     figures = write(data, made)
     for note in data.notes:
         print(f"gradwire report: {note}", file=sys.stderr)

@@ -36,29 +36,15 @@ def main(options: Options) -> None:
     from gradwire.bench.report.rows.record import csv_text, jsonl
     from gradwire.bench.report.rows.runs import SHARED
     from gradwire.bench.report.tables.across_runs import joined
-    from gradwire.bench.report.tables.cells import cells_of
-    from gradwire.bench.report.tables.headline import Known, findings, of_optimizers
+    from gradwire.bench.report.tables.results import Results
     from gradwire.bench.report.tables.summary import summary
-    from gradwire.bench.report.tables.tiers import tiers
-    from gradwire.bench.report.tables.time_to_loss import cells, records
 
     folder = options.results_dir
-    results, reference, notes = joined(folder, options.experiment, options.quality_from)
+    rows, reference, notes = joined(folder, options.experiment, options.quality_from)
     for note in notes:
         print(f"gradwire summarize: {note}", file=sys.stderr)
-    ok = [row for row in results if row.status == "ok"]
-    times = cells(results, reference)
-    lines = cells_of(results, reference) if ok else None
-    known = Known(ok, reference, times, SHARED in notes)
-    answers = [f"{answer.regime}: {answer.text}" for answer in findings(lines, known)]
-    answers += of_optimizers(ok, reference)
-    made = tiers(results, reference)
-    text = summary(folder.resolve().name, results, lines, made, notes, answers, records(times))
+    text = summary(Results(folder, rows, reference, SHARED in notes, notes))
     if not options.print_only:
-        for name, content in (
-            ("results.jsonl", jsonl(results)),
-            ("results.csv", csv_text(results)),
-            ("summary.md", text),
-        ):
+        for name, content in (("results.jsonl", jsonl(rows)), ("results.csv", csv_text(rows)), ("summary.md", text)):
             write_text(folder / name, content)
     print(text)

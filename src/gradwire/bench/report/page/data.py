@@ -1,29 +1,25 @@
-"""Input of the page and of comparisons, and the page's sections with their captions."""
+"""Input of the page, and its sections with their captions."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import pandas as pd
 import yaml
 
-from gradwire.base.errors import BadInput
 from gradwire.bench.config import BASELINE
 from gradwire.bench.report.page import curves
 from gradwire.bench.report.page.curves import WINDOWS
 from gradwire.bench.report.page.style import Drawing, Look, looks
-from gradwire.bench.report.rows.record import BF16, Result, read_results
-from gradwire.bench.report.rows.runs import asked_for
-from gradwire.bench.report.tables import time_to_loss
-from gradwire.bench.report.tables.cells import Group, cells_of, groups, one_by_one
+from gradwire.bench.report.rows.record import BF16, Result
+from gradwire.bench.report.tables.cells import Group
 from gradwire.bench.report.tables.checks import Gate
-from gradwire.bench.report.tables.headline import Finding, Known, findings
-from gradwire.bench.report.tables.quality import CellKey, PerplexityReference, Quality, qualities, reference_of
+from gradwire.bench.report.tables.headline import Finding
+from gradwire.bench.report.tables.results import Results
 from gradwire.bench.report.tables.table import SPREAD, Table
 from gradwire.bench.statistics.seeds import LEAST
 
@@ -32,62 +28,13 @@ Content = dict[str, Any] | str  # the fields of a section, or why it is empty
 
 
 @dataclass(frozen=True)
-class Data:
-    """Input of all sections.
-
-    Args:
-        results_dir: The experiment's folder.
-        results: Its rows.
-        quality: The runs whose perplexities count.
-        shared: Whether runs may have shared the machine.
-        notes: Descriptions of unusable files.
-    """
-
-    results_dir: Path
-    results: Sequence[Result]
-    quality: PerplexityReference
-    shared: bool = False
-    notes: list[str] = field(default_factory=list)
-
-    @cached_property
-    def ok(self) -> list[Result]:
-        """The rows with a result."""
-        return [row for row in self.results if row.status == "ok"]
-
-    @cached_property
-    def cells(self) -> pd.DataFrame | None:
-        """Statistics over seeds; None if no run has a result."""
-        return cells_of(self.results, self.quality) if self.ok else None
-
-    @cached_property
-    def runs(self) -> pd.DataFrame:
-        """Single runs."""
-        return one_by_one(self.ok, self.judged)
-
-    @cached_property
-    def judged(self) -> dict[CellKey, Quality]:
-        """The quality of each cell."""
-        return qualities(self.ok, self.quality)
-
-    @cached_property
-    def groups(self) -> list[Group]:
-        """The groups of cells, in the table's order."""
-        return [] if self.cells is None else [group for group, _ in groups(self.cells)]
-
-    @cached_property
-    def times(self) -> list[time_to_loss.Cell]:
-        """The cells that have targets."""
-        return time_to_loss.cells(self.results, self.quality)
-
-    @cached_property
-    def findings(self) -> list[Finding]:
-        """Which compressor wins in which regime."""
-        return findings(self.cells, Known(self.ok, self.quality, self.times, self.shared))
+class Data(Results):
+    """Input of all sections: an experiment, and what its figures need."""
 
     @cached_property
     def looks(self) -> dict[str, Look]:
         """How each label is drawn."""
-        return looks(sorted({row.compressor for row in self.results}))
+        return looks(sorted({row.compressor for row in self.rows}))
 
     @cached_property
     def run_curves(self) -> dict[str, curves.Curves]:
@@ -108,25 +55,6 @@ class Data:
                 if (line := curves.line(runs[label], column)) is not None:
                     lines.setdefault(group, {})[label] = line
         return lines
-
-
-def read(results_dir: Path) -> Data:
-    """Read an experiment's results.
-
-    Raises:
-        BadInput: If there are no results, or this version cannot read them.
-    """
-    path = results_dir / "results.jsonl"
-    if not path.is_file():
-        raise BadInput(
-            f"{path} does not exist: run the experiment (`make run`) or, where runs exist, `gradwire summarize`."
-        )
-    rows, complaints = read_results(path)
-    if not rows:
-        raise BadInput(complaints[0] if complaints else f"{path} holds no result yet.")
-    quality, doubts = reference_of(rows, path)
-    shared = any(request.shared for request in asked_for(results_dir).values())
-    return Data(results_dir, rows, quality, shared, [*complaints, *doubts])
 
 
 class Failures(NamedTuple):

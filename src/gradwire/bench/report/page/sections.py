@@ -36,9 +36,10 @@ from gradwire.bench.report.tables.cells import (
 )
 from gradwire.bench.report.tables.checks import finished, gates, listed, privacy, validations
 from gradwire.bench.report.tables.comparison import QUANTITIES, common, differences, over_cells, table, unlike
-from gradwire.bench.report.tables.headline import Finding, of_optimizers, place
+from gradwire.bench.report.tables.headline import Finding, findings, of_optimizers, place
 from gradwire.bench.report.tables.measurements import measurement_of, unpredictable, usable
 from gradwire.bench.report.tables.quality import mean_percent_worse
+from gradwire.bench.report.tables.results import Results
 from gradwire.bench.report.tables.summary import distinct, versions
 from gradwire.bench.report.tables.table import MISSING, Column, Table, text
 from gradwire.bench.report.tables.tiers import ceilings
@@ -78,19 +79,20 @@ def sections(data: Data) -> Iterator[Section]:
 
 def headline(data: Data) -> Content:
     """Runs that failed, which compressor wins in which regime, and quality over what it was chosen by."""
-    failures = Failures.of(data.results, "failed", "diverged")
-    if data.cells is None or not data.findings:
+    failures = Failures.of(data.rows, "failed", "diverged")
+    answers = findings(data)
+    if data.cells is None or not answers:
         absent = NO_RESULT if data.cells is None else f"no compressor and {BASELINE} ran on several ranks"
         return {"failures": failures, "notes": [f"No finding: {absent}."]} if failures else absent
-    first = data.findings[0]
-    checks = gates(data.results, data.cells, data.results_dir, data.shared)
-    broken = [gate for gate in checks if gate.state == "failed" and gate != finished(data.results)]
+    first = answers[0]
+    checks = gates(data)
+    broken = [gate for gate in checks if gate.state == "failed" and gate != finished(data.rows)]
     notes = [f"A check failed: {gate.name}: {gate.text}" for gate in broken]
     content = {
         "failures": failures,
         "notes": notes,
-        "findings": data.findings,
-        "asides": of_optimizers(data.ok, data.quality),
+        "findings": answers,
+        "asides": of_optimizers(data),
         "tables": [choice(data.cells, first)],
     }
     drawing = next(figures_of(data, first), None)
@@ -120,7 +122,7 @@ def figures_of(data: Data, finding: Finding) -> Iterator[Drawing]:
 
 def validity(data: Data) -> Content:
     """The runs and their settings, and whether they are valid."""
-    results = data.results
+    results = data.rows
     measured = [row for row in results if row.status in ("ok", "diverged")]
     precisions = {row.precision for row in measured}
     steps = distinct(sorted(row.steps for row in measured if row.steps))
@@ -146,7 +148,7 @@ def validity(data: Data) -> Content:
     }
     return {
         "properties": [(name, text) for name, text in properties.items() if text],
-        "gates": [*gates(results, data.cells, data.results_dir, data.shared), ceilings(data.ok, data.quality)],
+        "gates": [*gates(data), ceilings(data)],
         "failures": Failures.of(results, "skipped"),
     }
 
@@ -319,7 +321,7 @@ def winners(data: Data) -> tuple[Content, dict[str, Any]]:
     """The map of the fastest compressors, and the numbers in its caption."""
     path = data.results_dir / "results.jsonl"
     try:
-        chosen = usable([row for row in data.results if unpredictable(row) is None], path)  # without islands
+        chosen = usable([row for row in data.rows if unpredictable(row) is None], path)  # without islands
     except BadInput as error:
         return str(error).removeprefix(f"{path}: ").removesuffix("."), {}
     model = Model(tuple(map(measurement_of, chosen)))
@@ -371,7 +373,7 @@ def environments(data: Data) -> Content:
     """The environment of every rank."""
     ranks: defaultdict[str, list[tuple[str, int]]] = defaultdict(list)
     by_digest: dict[str, dict[str, Any]] = {}
-    for row in data.results:
+    for row in data.rows:
         for path in sorted((data.results_dir / "runs" / row.run_name / "environment").glob("rank*.json")):
             try:
                 values = read_json(path)
@@ -412,7 +414,7 @@ def _text(value: Any) -> str:
     return "" if value is None else json.dumps(value) if isinstance(value, bool) else str(value)
 
 
-def comparison(data: Data, other: Data) -> Section:
+def comparison(data: Results, other: Results) -> Section:
     """The differences of another experiment.
 
     Raises:

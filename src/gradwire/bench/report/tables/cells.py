@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
-from typing import NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 import pandas as pd
@@ -18,15 +18,16 @@ from gradwire.bench.report.rows.record import BF16, Count, Number, Result
 from gradwire.bench.report.tables.checks import machine
 from gradwire.bench.report.tables.quality import (
     CellKey,
-    PerplexityReference,
     Quality,
     cell_key,
     perplexities,
-    qualities,
 )
 from gradwire.bench.report.tables.table import MISSING, Column, milliseconds, text
 from gradwire.bench.statistics.seeds import estimates, gated, percents
 from gradwire.comm.topology import link_rate
+
+if TYPE_CHECKING:
+    from gradwire.bench.report.tables.results import Results
 
 CELL = ["strategy", "world_size", "compressor", "link"]
 GROUP = ["strategy", "world_size", "link"]
@@ -110,7 +111,7 @@ def one_by_one(ok: Sequence[Result], judged: Mapping[CellKey, Quality]) -> pd.Da
     return runs
 
 
-def cells_of(results: Sequence[Result], quality: PerplexityReference) -> pd.DataFrame:
+def cells_of(results: Results) -> pd.DataFrame:
     """Return one line per strategy, world size, compressor and link: statistics over seeds, and comparisons.
 
     Perplexities are of all seeds that count for a cell, ``quality_n`` of them; ``reference`` is what their difference
@@ -119,16 +120,12 @@ def cells_of(results: Sequence[Result], quality: PerplexityReference) -> pd.Data
     group gated cells are last, then by speed. Numbers that no seed has are NaN.
 
     Args:
-        results: The rows, at least one with a result.
-        quality: The runs whose perplexities count for cells without their own.
+        results: The experiment, at least one row with a result.
     """
-    ok = [row for row in results if row.status == "ok"]
-    judged = qualities(ok, quality)
-    runs = one_by_one(ok, judged)
-    by_cell = runs.groupby(CELL)
+    by_cell = results.runs.groupby(CELL)
     cells = by_cell[[*MEASURED, "comm_ms"]].mean()
     keys = [*cells.index]
-    of_cells = [judged[key] for key in keys]
+    of_cells = [results.judged[key] for key in keys]
     samples = {column: [sample.dropna().tolist() for _, sample in by_cell[column]] for column in ESTIMATED}
     samples["val_ppl"] = [[*perplexities(of.runs).values()] for of in of_cells]
     estimated = {column: estimates(of) for column, of in samples.items()}
@@ -152,9 +149,9 @@ def cells_of(results: Sequence[Result], quality: PerplexityReference) -> pd.Data
     cells["comm_percent"] = 100 * cells["comm_ratio"]
     cells["sign"] = by_cell["sign"].max().to_numpy()  # a cell differs if one of its runs does
     diverged = Counter(
-        cell_key(row)[:3] for row in results if row.status == "diverged"
+        cell_key(row)[:3] for row in results.rows if row.status == "diverged"
     )  # on any link: it changes no loss
-    failed = Counter(cell_key(row) for row in results if row.status == "failed")
+    failed = Counter(cell_key(row) for row in results.rows if row.status == "failed")
     cells["diverged"], cells["failed"] = [diverged[key[:3]] for key in keys], [failed[key] for key in keys]
     cells["gated"] = cells["worse_percent"].map(gated) | (cells["diverged"] > 0)
     cells["gate"] = np.where(cells["gated"], " !", "")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import pandas as pd
 
@@ -13,6 +13,9 @@ from gradwire.base.errors import BadInput
 from gradwire.base.files import read_json
 from gradwire.bench.report.rows.record import Result
 from gradwire.bench.statistics.seeds import LEAST, TOLERANCE
+
+if TYPE_CHECKING:
+    from gradwire.bench.report.tables.results import Results
 
 State = Literal["passed", "failed", "marked", "not checked"]
 SHOWN = 12  # names in one sentence
@@ -110,16 +113,9 @@ class Gate(NamedTuple):
     text: str
 
 
-def gates(results: Sequence[Result], cells: pd.DataFrame | None, results_dir: Path, shared: bool) -> list[Gate]:
-    """All checks, the most important first.
-
-    Args:
-        results: The rows.
-        cells: Statistics over seeds (`bench.report.tables.cells.cells_of`); None if no run has a result.
-        results_dir: The experiment's folder.
-        shared: Whether other runs may have used the machine at the same time.
-    """
-    ok = [row for row in results if row.status == "ok"]
+def gates(results: Results) -> list[Gate]:
+    """All checks, the most important first."""
+    ok, cells, results_dir, shared = results.ok, results.cells, results.results_dir, results.shared
     float32 = of_runs(
         "compressors encoded at least half of their elements",
         ok,
@@ -128,7 +124,7 @@ def gates(results: Sequence[Result], cells: pd.DataFrame | None, results_dir: Pa
     unlike = machines(ok)
     others = "others may have run at the same time (no “timing: true”)" if shared else "one run at a time"
     return [
-        finished(results),
+        finished(results.rows),
         quality(cells),
         of_runs(
             "bytes sent, as metered or traced, are those that the formula gives",

@@ -9,8 +9,7 @@ A number is claimed if several seeds support it: the perplexities of all, and th
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,9 +19,10 @@ from gradwire.base.errors import BadInput
 from gradwire.base.files import read_json
 from gradwire.base.units import UNSHAPED, spoken
 from gradwire.bench.config import BASELINE
-from gradwire.bench.report.rows.record import ADAMW, BF16, Result
+from gradwire.bench.report.rows.record import ADAMW, BF16
 from gradwire.bench.report.tables.cells import WORSE_PERCENT, Group, groups
-from gradwire.bench.report.tables.quality import PerplexityReference, perplexities, qualities
+from gradwire.bench.report.tables.quality import perplexities
+from gradwire.bench.report.tables.results import Results
 from gradwire.bench.report.tables.table import MISSING, number, spread
 from gradwire.bench.report.tables.time_to_loss import Cell, Goal, Pair, is_perplexity, paired
 from gradwire.bench.statistics.seeds import TOLERANCE, Estimate, percent_worse, percents
@@ -54,41 +54,21 @@ class Finding(NamedTuple):
     gain: float = 0.0
 
 
-@dataclass(frozen=True)
-class Known:
-    """The runs that findings are made of.
-
-    Args:
-        rows: The runs with a result.
-        quality: The runs whose perplexities count.
-        times: The cells that have targets.
-        shared: Whether other runs may have used the machine: then times to a target are no finding.
-    """
-
-    rows: Sequence[Result]
-    quality: PerplexityReference
-    times: Sequence[Cell] = ()
-    shared: bool = False
-
-    def timed(self, group: Group) -> dict[str, Cell]:
-        """The cells of a regime that have targets, by label; none if times are shared."""
-        return {} if self.shared else {cell.compressor: cell for cell in self.times if cell.place == tuple(group)}
+def timed(results: Results, group: Group) -> dict[str, Cell]:
+    """The cells of a regime that have targets, by label; none if times are shared, as they are no finding then."""
+    return {} if results.shared else {cell.compressor: cell for cell in results.times if cell.place == tuple(group)}
 
 
-def findings(cells: pd.DataFrame | None, known: Known) -> list[Finding]:
+def findings(results: Results) -> list[Finding]:
     """The findings of all regimes with several ranks: claims first, then the largest speed-up.
 
     What holds on several links, such as that no compressor passes the quality gate, is one finding.
-
-    Args:
-        cells: Statistics over seeds (`bench.report.tables.cells.cells_of`).
-        known: What else is known of the runs.
     """
-    if cells is None:
+    if results.cells is None:
         return []
     answers = [
-        finding(group, of_group, known)
-        for group, of_group in groups(cells)
+        finding(group, of_group, results)
+        for group, of_group in groups(results.cells)
         if group.world_size > 1 and BASELINE in set(of_group["compressor"]) and len(compressed(of_group))
     ]
     unique: dict[tuple[str, str], Finding] = {}
@@ -102,7 +82,7 @@ def compressed(cells: pd.DataFrame) -> pd.DataFrame:
     return cells[(cells["compression_ratio"] > COMPRESSES) & ~cells["compressor"].isin((BASELINE, BF16))]
 
 
-def finding(group: Group, cells: pd.DataFrame, known: Known) -> Finding:
+def finding(group: Group, cells: pd.DataFrame, results: Results) -> Finding:
     """The answer for a regime, of the compressors that pass the quality gate.
 
     The one that is the soonest at a target; else the fastest; if none is faster, the one of fewest bytes.
@@ -115,7 +95,7 @@ def finding(group: Group, cells: pd.DataFrame, known: Known) -> Finding:
     if valid["worse_percent"].notna().any():
         valid = valid[valid["worse_percent"].notna()]
     goal, verdict = None, ""
-    if (soonest := sooner(group, valid, known)) is not None:
+    if (soonest := sooner(group, valid, results)) is not None:
         goal, label, pair = soonest
         best, gain, cost = valid[valid["compressor"] == label].to_dict("records")[0], pair.gain, "target"
         number, timed = f"{gain:.3g} times sooner", min(pair.n, best["speed_up_n"])
@@ -132,13 +112,13 @@ def finding(group: Group, cells: pd.DataFrame, known: Known) -> Finding:
         number = fewer(best["saved"])
         pace = f"{best['speed_up']:.2f} times the speed of {BASELINE}"
         verdict = f": {'no clear gain' if best['speed_up'] > 1 else 'no faster'}"
-    if cost != "bytes" and (timed < 2 or known.shared):  # its bytes need no seeds
+    if cost != "bytes" and (timed < 2 or results.shared):  # its bytes need no seeds
         number = fewer(best["saved"])
-    doubts = ["one seed"] * (best["speed_up_n"] < 2) + ["times shared"] * known.shared
+    doubts = ["one seed"] * (best["speed_up_n"] < 2) + ["times shared"] * results.shared
     pace += f" {place(group.link)}{verdict}" + (f" ({', '.join(doubts)})" if doubts else "")
     number = number if best["worse_percent_n"] > 1 else ""
     return Finding(
-        group, regime, number, f"{begin}{saving(best)}, {pace}{longer(group, best, goal, known)}.", cost, gain
+        group, regime, number, f"{begin}{saving(best)}, {pace}{longer(group, best, goal, results)}.", cost, gain
     )
 
 
@@ -196,20 +176,20 @@ def seeds(n: int) -> str:
     return f"{COUNTED.get(n, n)} seed{'s' * (n > 1)}"
 
 
-def sooner(group: Group, valid: pd.DataFrame, known: Known) -> tuple[Goal, str, Pair] | None:
+def sooner(group: Group, valid: pd.DataFrame, results: Results) -> tuple[Goal, str, Pair] | None:
     """The goal, the label that reaches it the most times sooner than the label compared with, and both times.
 
     The goal is the final perplexity of a label, compared with that label; else the lowest perplexity that the baseline
     reaches. None if times are shared or no compressor is sooner.
     """
-    timed = known.timed(group)
-    targets = dict.fromkeys(target for cell in timed.values() for target in cell.targets)
+    cells = timed(results, group)
+    targets = dict.fromkeys(target for cell in cells.values() for target in cell.targets)
     for target in sorted(targets, key=lambda target: (is_perplexity(target), len(target), target)):
         reference = BASELINE if is_perplexity(target) else target
-        if reference not in timed:
+        if reference not in cells:
             continue
         pairs = {
-            label: paired(timed[label], timed[reference], target) for label in valid["compressor"] if label in timed
+            label: paired(cells[label], cells[reference], target) for label in valid["compressor"] if label in cells
         }
         reached = {label: pair for label, pair in pairs.items() if pair.gain > 1}
         if reached:
@@ -224,27 +204,21 @@ def percent(difference: Estimate) -> str:
     return number(difference.mean, "{:+z.1f} % ") + (ends if ends.startswith("[") else f"({ends})")
 
 
-def longer(group: Group, cell: Mapping[Any, Any], goal: Goal | None, known: Known) -> str:
+def longer(group: Group, cell: Mapping[Any, Any], goal: Goal | None, results: Results) -> str:
     """How much longer a cell takes to the goal than its own optimizer in every step, if both were timed; else nothing.
 
     Nothing is added for the baseline's optimizer, with which the goal's times are compared.
     """
-    timed, reference = known.timed(group), cell["reference"]
-    if goal is None or reference == BASELINE or reference not in timed:
+    cells, reference = timed(results, group), cell["reference"]
+    if goal is None or reference == BASELINE or reference not in cells:
         return ""
-    gain = paired(timed[cell["compressor"]], timed[reference], goal.target).gain
+    gain = paired(cells[cell["compressor"]], cells[reference], goal.target).gain
     return f", in {1 / gain:.2f} times the time of {reference}" if 0 < gain < math.inf else ""
 
 
-def of_optimizers(ok: Sequence[Result], quality: PerplexityReference) -> list[str]:
-    """A sentence for each optimizer other than the baseline's: how it compares when it averages every step's gradients.
-
-    Args:
-        ok: The runs with a result.
-        quality: The runs whose perplexities count for cells without their own.
-    """
-    judged = qualities(ok, quality)
-    runs = {(*key[:2], of.reference): of for key, of in judged.items() if of.reference == key[2]}
+def of_optimizers(results: Results) -> list[str]:
+    """A sentence for each optimizer but the baseline's: how it compares when it averages every step's gradients."""
+    runs = {(*key[:2], of.reference): of for key, of in results.judged.items() if of.reference == key[2]}
     sentences = []
     for (strategy, world_size, label), of in runs.items():
         base = runs.get((strategy, world_size, BASELINE))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, get_args
 
 import pandas as pd
@@ -24,6 +24,8 @@ from gradwire.bench.report.tables.cells import (
     WORSE,
 )
 from gradwire.bench.report.tables.checks import fallbacks, losses_over_links, machines, privacy
+from gradwire.bench.report.tables.headline import findings, of_optimizers
+from gradwire.bench.report.tables.results import Results
 from gradwire.bench.report.tables.table import (
     MISSING,
     SPREAD,
@@ -34,7 +36,8 @@ from gradwire.bench.report.tables.table import (
     milliseconds,
     number,
 )
-from gradwire.bench.report.tables.time_to_loss import TARGETS
+from gradwire.bench.report.tables.tiers import tiers
+from gradwire.bench.report.tables.time_to_loss import TARGETS, records
 from gradwire.bench.statistics.seeds import TOLERANCE
 
 STATUSES = get_args(Status)
@@ -112,51 +115,31 @@ TERMS = {  # by section: the meaning of its columns
 }
 
 
-def summary(
-    name: str,
-    results: Sequence[Result],
-    cells: pd.DataFrame | None,
-    tiers: str = "",
-    notes: Sequence[str] = (),
-    answers: Sequence[str] = (),
-    reached: Sequence[Mapping[str, Any]] = (),
-) -> str:
-    """Format the whole summary.
-
-    Args:
-        name: The experiment's name.
-        results: Its rows, at least one.
-        cells: Statistics over seeds (`bench.report.tables.cells.cells_of`); None if no run has a result.
-        tiers: Sections on quality tiers and links, if any.
-        notes: Further notes.
-        answers: Which compressor wins in which regime (`bench.report.tables.headline`).
-        reached: What it took to reach each target (`bench.report.tables.time_to_loss.records`).
-
-    Returns:
-        Markdown of at most about 140 columns, with a line break at the end.
-    """
-    parts, titles = [f"# {name}\n\n{header(results)}"], set()
+def summary(results: Results) -> str:
+    """Format an experiment, with at least one row, as Markdown of at most about 140 columns."""
+    parts, titles = [f"# {results.results_dir.resolve().name}\n\n{header(results.rows)}"], set()
 
     def add(title: str, text: str) -> None:
         if text:
             parts.append(f"## {title}\n\n{text}")
             titles.add(title)
 
-    ok = [row for row in results if row.status == "ok"]
-    lost = [row for row in results if row.status in ("failed", "diverged")]
+    ok, cells, reached = results.ok, results.cells, records(results.times)
+    lost = [row for row in results.rows if row.status in ("failed", "diverged")]
     add("Failed and diverged runs", items(map(ending, lost)))
     if cells is not None:
         by_speed = cells.sort_values(["strategy", "world_size", "rate", "standing", "step_time_ms_mean"])
-        add("In short", items(answers))
+        answers = [f"{answer.regime}: {answer.text}" for answer in findings(results)]
+        add("In short", items([*answers, *of_optimizers(results)]))
         add("Quality", _table(by_quality(cells), QUALITY))
         add("Bytes", _table(cells, SENT))
         add("Step time", _table(by_speed, STEPS))
         add("Where a step's time goes", _table(by_speed, TIMES))
         add("Communication by op, ms per step", op_table(ok, by_speed))
-        parts += [tiers] if tiers else []
+        parts += [text] if (text := tiers(results)) else []
     add("Time to target", f"{markdown_of(reached, TARGETS)}\n\n{TIME_TO_TARGET}" if reached else "")
-    add("Notes", items([*machines(ok), *losses_over_links(ok), *fallbacks(ok), *notes]))
-    add("Runs left out", items(ending(row) for row in results if row.status == "skipped"))
+    add("Notes", items([*machines(ok), *losses_over_links(ok), *fallbacks(ok), *results.notes]))
+    add("Runs left out", items(ending(row) for row in results.rows if row.status == "skipped"))
     terms = [text for title, text in TERMS.items() if title in titles]
     add("What the columns mean", "\n".join([SEEDS_TERMS, *terms]) if terms else "")
     return "\n\n".join(parts) + "\n"

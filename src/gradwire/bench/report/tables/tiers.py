@@ -17,7 +17,8 @@ from gradwire.bench.config import BASELINE
 from gradwire.bench.report.rows.record import Result
 from gradwire.bench.report.tables.cells import COMPRESSOR, SEEDS, WORSE
 from gradwire.bench.report.tables.checks import Gate, listed, machine
-from gradwire.bench.report.tables.quality import PerplexityReference, Quality, cell_key, qualities
+from gradwire.bench.report.tables.quality import Quality, cell_key
+from gradwire.bench.report.tables.results import Results
 from gradwire.bench.report.tables.table import (
     MISSING,
     SPREAD,
@@ -144,23 +145,21 @@ class Gain:
         }
 
 
-def tiers(results: Sequence[Result], quality: PerplexityReference) -> str:
+def tiers(results: Results) -> str:
     """Format the sections on quality tiers as Markdown; empty without a shaped link."""
-    ok = [row for row in results if row.status == "ok" and row.world_size > 1]
-    sections = [section(*item) for item in gains(ok, quality).items()]
+    sections = [section(*item) for item in gains(results).items()]
     return "\n\n".join(["## Quality tiers on links", TIER_DEFINITIONS, *sections]) if sections else ""
 
 
-def gains(ok: Sequence[Result], quality: PerplexityReference) -> dict[Place, list[Gain]]:
+def gains(results: Results) -> dict[Place, list[Gain]]:
     """The timed cells on each shaped link, if they have a baseline; fast links and fast cells first."""
     runs: defaultdict[Place, defaultdict[str, list[Result]]] = defaultdict(lambda: defaultdict(list))
-    for row in ok:
-        if row.link != UNSHAPED and row.typical_step_ms is not None:
+    for row in results.ok:
+        if row.world_size > 1 and row.link != UNSHAPED and row.typical_step_ms is not None:
             runs[row.strategy, row.world_size, row.link, machine(row)][row.compressor].append(row)
-    judged = qualities(ok, quality)
     ordered = sorted(runs.items(), key=lambda item: (*item[0][:2], -link_rate(item[0][2])))
     timed = {
-        place: [Gain.paired(of, cells[BASELINE], judged[cell_key(of[0])]) for of in cells.values()]
+        place: [Gain.paired(of, cells[BASELINE], results.judged[cell_key(of[0])]) for of in cells.values()]
         for place, cells in ordered
         if BASELINE in cells
     }
@@ -181,12 +180,12 @@ def section(place: Place, cells: Sequence[Gain]) -> str:
     return f"### {strategy}, W = {world}, {link}\n\nFastest {answers}.\n\n{markdown_of(records, TIER)}"
 
 
-def ceilings(ok: Iterable[Result], quality: PerplexityReference) -> Gate:
+def ceilings(results: Results) -> Gate:
     """Whether no cell on a link is faster than its bytes allow: a time of it or of its baseline is wrong then."""
     name = "no cell is faster than its ceiling on its link"
     reached = {
         f"{strategy}/{cell.row.compressor}/ws{world}/{link}": round(share)
-        for (strategy, world, link, _), cells in gains([row for row in ok if row.world_size > 1], quality).items()
+        for (strategy, world, link, _), cells in gains(results).items()
         for cell in cells
         if not math.isnan(share := cell.record(())["of_ceiling"])
     }
