@@ -42,7 +42,7 @@ class Attached:
         """Return None: a copy, such as an average of the weights, is not trained."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Be None after it is loaded, with a warning."""
+        """Load as None, with a warning."""
         return detached, ()
 
 
@@ -64,7 +64,7 @@ class Strategy(Attached, ABC):
 
     Attributes:
         added: Names of the parameters to whose gradients a backward pass has added after their last reduction, as far
-            as the strategy takes notice.
+            as the strategy records it.
     """
 
     name: ClassVar[str]

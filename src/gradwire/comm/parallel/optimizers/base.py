@@ -133,7 +133,7 @@ class Communicating(Optimizer):
         return {**kept, "prepared": (type(strategy), Shared(strategy.group), strategy.device)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Be a copy; its model is prepared as the original's."""
+        """Restore a copy, and prepare its model as the original's."""
         kept = {**state}
         prepared = kept.pop("prepared", None)
         super().__setstate__(kept)
@@ -143,7 +143,7 @@ class Communicating(Optimizer):
             self.bind()
 
     def bind(self) -> None:
-        """Take hold of the memory of this rank's parts of parameters."""
+        """Refer to the memory of this rank's parts of parameters."""
 
     @property
     def traffic(self) -> dict[str, Any]:

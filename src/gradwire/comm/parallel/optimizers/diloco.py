@@ -200,12 +200,7 @@ class DiLoCo(Communicating):
         if self.quorum is None:
             self.send()
         else:
-            self.quorum.close(self.send_anew, digest_of([*self.anchors.values(), *self.momenta.values()]))
-
-    def send_anew(self) -> None:
-        """Communicate with the groups that there are now."""
-        self.fit()
-        self.send()
+            self.quorum.close(self.send, digest_of([*self.anchors.values(), *self.momenta.values()]))
 
     def meet(self) -> None:
         """With a manager, agree on the groups of the next round."""
@@ -218,7 +213,8 @@ class DiLoCo(Communicating):
             self.layout = self.cut(self.layout.parameters)
 
     def send(self) -> None:
-        """Communicate, after the step's inner step: average the pseudo-gradients."""
+        """Communicate, after the step's inner step: average the pseudo-gradients over the ranks that there are now."""
+        self.fit()
         self.receive(self.begin(self.layout).wait(), self.layout)
 
     def begin(self, layout: Layout) -> Handle:
