@@ -14,21 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from gradwire.attribution.store.checks import CUSTOM
-from gradwire.comm.compressors.registry import COMPRESSORS
-from gradwire.comm.topology import STRATEGIES
-from gradwire.lm.data.corpus import ID_GROUP
-from gradwire.lm.data.sources import SOURCES
-from gradwire.lm.models.presets import PRESETS
-
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "gradwire"
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")]
 SOURCES_OF_PROSE = [*PACKAGE.rglob("*.py")]
-GROUPS = {plugins.group for plugins in (COMPRESSORS, STRATEGIES, SOURCES, PRESETS)} | {CUSTOM, ID_GROUP}
 HISTORY = {"CHANGELOG.md"}  # names what left
-FILES = {"gradwire.json", "gradwire.def"}
 MADE = {  # by the reader of a page
+    "gradwire.Dither",
     "src/gradwire/comm/compressors/methods/dither.py",
     "tests/comm/compressors/test_dither.py",
 }
@@ -51,9 +43,17 @@ def prose(file: Path) -> str:
 
 
 @cache
+def groups() -> set[str]:
+    """Groups of entry points, and files that are called gradwire.*: they are strings of the source."""
+    trees = (ast.parse(file.read_text(encoding="utf-8")) for file in SOURCES_OF_PROSE)
+    constants = {str(node.value) for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+    return {text for text in constants if re.fullmatch(r"gradwire\.[a-z_]+", text)}
+
+
+@cache
 def resolves(name: str) -> bool:
     """Whether a dotted name is a module, a member of one, or a group of entry points."""
-    if name in GROUPS:
+    if name in groups():
         return True
     parts = name.split(".")
     for end in range(len(parts), 0, -1):
@@ -98,7 +98,7 @@ def members() -> dict[str, set[str]]:
 def lost(file: Path) -> Iterator[str]:
     """References of a file's prose that lead nowhere."""
     text = prose(file)
-    yield from (name for name in set(NAME.findall(text)) - FILES if not resolves(name))
+    yield from (name for name in set(NAME.findall(text)) - MADE if not resolves(name))
     places = (ROOT, file.parent)
     yield from (path for path in set(FILE.findall(text)) - MADE if not any((place / path).exists() for place in places))
     yield from (path for path in set(ROOM.findall(text)) if not (PACKAGE / path).exists())
@@ -128,3 +128,10 @@ def test_a_reference_to_nothing_would_be_seen(tmp_path, text):
     page = tmp_path / "page.md"
     page.write_text(text)
     assert list(lost(page))
+
+
+def test_the_figure_of_the_gradients_way_names_files():
+    """Its paths are below `src/gradwire/comm/`."""
+    page = (ROOT / "docs" / "explanation" / "code.md").read_text(encoding="utf-8")
+    paths = set(re.findall(r"\b(?:collectives|compressors|parallel)/\w[\w/]*\.py", page.split("```")[1]))
+    assert len(paths) > 12 and {path for path in paths if not (PACKAGE / "comm" / path).exists()} == set()
