@@ -6,6 +6,7 @@ import math
 
 import pytest
 from links_rows import experiment, row
+from made_results import as_read
 
 from gradwire.bench.report.tables.measurements import of_common_seeds
 from gradwire.bench.report.tables.predictions import Qualities, compute_seconds, scaling
@@ -36,7 +37,7 @@ def test_a_target_is_reached_after_dense_steps_of_the_baseline_and_own_ones():
     labels = ("none", "int8", "int4", "powersgd", "exchange")
     rows = [row("ddp", label, "1gbit") for label in labels]
     rows = [one.model_copy(update={"world_size": 2}) for one in rows]
-    found = Qualities({}, Qualities.of(rows, rows, PerplexityReference.of("long.jsonl", runs)).runs)
+    found = Qualities({}, Qualities.of(rows, as_read(rows, PerplexityReference.of("long.jsonl", runs))).runs)
     costs = found.costs(dict(zip(labels, (0.3, 0.1, 0.08, 0.05, 0.01), strict=True)))
     assert costs == {f"ppl {TARGET}": pytest.approx({"none": 240.0, "int8": 100 * 0.3 + 740 * 0.1, "int4": 80.0})}
     faster = found.costs({"none": 0.3, "int8": 0.01, "int4": 0.08})[f"ppl {TARGET}"]

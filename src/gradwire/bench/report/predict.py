@@ -42,10 +42,9 @@ class Options(Strict):
 
 def main(options: Options) -> None:
     """Fit, predict and print."""
-    from gradwire.bench.report.rows.record import read_results
     from gradwire.bench.report.tables.measurements import measurement_of, unpredictable, usable
     from gradwire.bench.report.tables.predictions import predictions, records
-    from gradwire.bench.report.tables.quality import reference_of
+    from gradwire.bench.report.tables.results import Results
     from gradwire.bench.statistics.cost_model import Model
 
     place = place_of(options)
@@ -54,20 +53,18 @@ def main(options: Options) -> None:
         raise BadInput(
             f"{path} does not exist; first run an experiment with links: make run CONFIG=configs/links.yaml."
         )
-    rows, complaints = read_results(path)
-    reasons = [unpredictable(row, options.islands) for row in rows]
+    results = Results.read(options.results_dir)
+    reasons = [unpredictable(row, options.islands) for row in results.rows]
     left_out = Counter(reason for reason in reasons if reason is not None)
-    complaints += [f"left out {count} rows: {reason}." for reason, count in left_out.items()]
-    chosen = usable([row for row, reason in zip(rows, reasons, strict=True) if reason is None], path)
-    reference, doubts = reference_of(rows, path)
-    for complaint in [*complaints, *doubts]:
+    chosen = usable([row for row, reason in zip(results.rows, reasons, strict=True) if reason is None], path)
+    for complaint in [*results.notes, *(f"left out {count} rows: {reason}." for reason, count in left_out.items())]:
         print(f"gradwire predict: {complaint}", file=sys.stderr)
     model = Model(tuple(measurement_of(row) for row in chosen))
     if options.as_json:
         print(json.dumps(records(model, place), indent=2))
         return
     source = f"From {len(chosen)} cells of {path} at W = {chosen[0].world_size}."
-    text = predictions(model, rows, chosen, reference, place, options.memory)
+    text = predictions(model, results, chosen, place, options.memory)
     print(f"# {title(options, place)}\n\n{source}\n\n{text}")
 
 

@@ -124,9 +124,11 @@ def captions() -> dict[str, dict[str, str]]:
     return read
 
 
-def section(key: str, content: Content, **values: Any) -> Section:
-    """Make a section with its captions; ``values`` are formatted into them."""
-    known = {"baseline": BASELINE, "bf16": BF16, "spread": SPREAD, "least": LEAST, "windows": WINDOWS} | values
+def section(key: str, content: Content) -> Section:
+    """Make a section with its captions; ``values`` of its content are formatted into them."""
+    known = {"baseline": BASELINE, "bf16": BF16, "spread": SPREAD, "least": LEAST, "windows": WINDOWS}
+    if not isinstance(content, str):
+        known |= content.pop("values", {})
     caption = captions()[key]
     title = caption["title"].format_map(known)
     names = caption.get("question", ""), title, caption.get("short", title)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -38,7 +38,6 @@ from gradwire.bench.report.tables.checks import finished, gates, listed, privacy
 from gradwire.bench.report.tables.comparison import QUANTITIES, common, differences, over_cells, table, unlike
 from gradwire.bench.report.tables.headline import Finding, findings, of_optimizers, place
 from gradwire.bench.report.tables.measurements import measurement_of, unpredictable, usable
-from gradwire.bench.report.tables.quality import mean_percent_worse
 from gradwire.bench.report.tables.results import Results
 from gradwire.bench.report.tables.summary import distinct, versions
 from gradwire.bench.report.tables.table import MISSING, Column, Table, text
@@ -57,24 +56,6 @@ CHOICE = (
 )
 STORES = (text("run", "run"), text("check", "name"), text("result", "result"), text("detail", "detail"))
 ENVIRONMENTS = (Column("ranks", "ranks", "{:d}"), text("of runs", "runs"), text("rank numbers", "numbers"))
-
-
-def sections(data: Data) -> Iterator[Section]:
-    """All sections, those of a question together."""
-    yield section("headline", headline(data))
-    yield section("pareto", pareto(data))
-    yield section("targets", time_to_target(data))
-    yield section("ranks", over_ranks(data))
-    content, values = winners(data)
-    yield section("winners", content, **values)
-    yield section("loss", loss(data))
-    yield section("gradient-error", gradient_error(data))
-    yield section("step-time", step_times(data))
-    yield section("scaling", scaling(data))
-    yield section("cells", all_cells(data))
-    yield section("validity", validity(data))
-    yield section("stores", stores(data))
-    yield section("environment", environments(data))
 
 
 def headline(data: Data) -> Content:
@@ -317,26 +298,26 @@ def scaling(data: Data) -> Content:
     return {"plots": plots, "tables": [made]}
 
 
-def winners(data: Data) -> tuple[Content, dict[str, Any]]:
+def winners(data: Data) -> Content:
     """The map of the fastest compressors, and the numbers in its caption."""
     path = data.results_dir / "results.jsonl"
     try:
         chosen = usable([row for row in data.rows if unpredictable(row) is None], path)  # without islands
     except BadInput as error:
-        return str(error).removeprefix(f"{path}: ").removesuffix("."), {}
+        return str(error).removeprefix(f"{path}: ").removesuffix(".")
     model = Model(tuple(map(measurement_of, chosen)))
     errors = [abs(prediction.errors[0]) for prediction in leave_one_link_out(model.measurements)]
     off = f" Predicted from the other links, the median step is {100 * median(errors):.0f} % off." if errors else ""
     plots = []
     for strategy in dict.fromkeys(measurement.strategy for measurement in model.measurements):
         labels = [label for key, label in model.by_label if key == strategy]
-        worse = mean_percent_worse((row for row in chosen if row.strategy == strategy), data.ok, data.quality)
+        worse = data.percent_worse(row for row in chosen if row.strategy == strategy)
         within = [label for label in labels if worse.get(label, float("inf")) <= 1]
         plots.append(partial(speed.draw_winners, model, strategy, labels, "any perplexity", data.looks))
         if len(within) > 1:
             plots.append(partial(speed.draw_winners, model, strategy, within, "perplexity within 1 %", data.looks))
     values = {"cells": len(chosen), "world": chosen[0].world_size, "latency": speed.LATENCY * 1e6, "off": off}
-    return {"plots": [timed(plot, data.shared) for plot in plots]}, values
+    return {"plots": [timed(plot, data.shared) for plot in plots], "values": values}
 
 
 def gradient_error(data: Data) -> Content:
@@ -428,7 +409,7 @@ def comparison(data: Results, other: Results) -> Section:
             "world size, link and seed in both."
         )
     cells = {quantity: differences(pairs, quantity) for quantity in QUANTITIES}
-    content: Content = {
+    content: dict[str, Any] = {
         "tables": [table(quantity, of) for quantity, of in cells.items() if of],
         "notes": [
             f"{len(pairs)} runs are in both, {len(data.ok) - len(pairs)} in {name} only, "
@@ -437,4 +418,26 @@ def comparison(data: Results, other: Results) -> Section:
             *(note for quantity, of in cells.items() for note in over_cells(quantity, of)),
         ],
     }
-    return section("compare", content, name=name, other=other_name)
+    return section("compare", content | {"values": {"name": name, "other": other_name}})
+
+
+SECTIONS: dict[str, Callable[[Data], Content]] = {  # in order; those of a question are together
+    "headline": headline,
+    "pareto": pareto,
+    "targets": time_to_target,
+    "ranks": over_ranks,
+    "winners": winners,
+    "loss": loss,
+    "gradient-error": gradient_error,
+    "step-time": step_times,
+    "scaling": scaling,
+    "cells": all_cells,
+    "validity": validity,
+    "stores": stores,
+    "environment": environments,
+}
+
+
+def sections(data: Data) -> Iterator[Section]:
+    """Yield all sections."""
+    return (section(key, content(data)) for key, content in SECTIONS.items())

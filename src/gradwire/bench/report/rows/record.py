@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import sys
 import warnings
@@ -334,14 +332,13 @@ def jsonl(results: Sequence[Result]) -> str:
 def csv_text(results: Sequence[Result]) -> str:
     """Format the same rows as CSV; mappings are JSON, null is empty."""
 
+    import pandas as pd
+
     def plain(value: Any) -> Any:
         return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else value
 
-    text = io.StringIO()
-    writer = csv.DictWriter(text, RESULT_FIELDS, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows({field: plain(value) for field, value in row.model_dump().items()} for row in results)
-    return text.getvalue()
+    lines = [[plain(value) for value in row.model_dump().values()] for row in results]
+    return pd.DataFrame(lines, columns=[*RESULT_FIELDS], dtype=object).to_csv(index=False, lineterminator="\n")
 
 
 class Options(Strict):

@@ -14,7 +14,7 @@ from gradwire.base.units import rate_text
 from gradwire.bench.config import BASELINE
 from gradwire.bench.report.rows.record import BF16, Result
 from gradwire.bench.report.tables.checks import machines
-from gradwire.bench.report.tables.quality import PerplexityReference, mean_percent_worse
+from gradwire.bench.report.tables.results import Results
 from gradwire.bench.report.tables.table import MISSING, markdown, number
 from gradwire.bench.report.tables.time_to_loss import seconds_to
 from gradwire.bench.statistics.cost_model import (
@@ -82,23 +82,17 @@ class Qualities:
     runs: Mapping[str, Mapping[str, Sequence[Result]]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, rows: Sequence[Result], ok: Sequence[Result], reference: PerplexityReference) -> Qualities:
-        """The qualities of a strategy's rows, with the targets of all seeds of the runs whose perplexities count.
-
-        Args:
-            rows: The rows.
-            ok: All rows with a result, these among them.
-            reference: The runs whose perplexities count.
-        """
+    def of(cls, rows: Sequence[Result], results: Results) -> Qualities:
+        """The qualities of a strategy's rows, with the targets of all seeds of the runs whose perplexities count."""
         runs: defaultdict[str, dict[str, Sequence[Result]]] = defaultdict(dict)
         for row in {row.compressor: row for row in rows}.values():
             try:
-                seeds = list(reference.seeds(row).values())
+                seeds = list(results.quality.seeds(row).values())
             except BadInput:
                 continue  # without a perplexity
             for target in dict.fromkeys(name for run in seeds for name in run.steps_to_target or {}):
                 runs[target][row.compressor] = seeds
-        return cls(mean_percent_worse(rows, ok, reference), runs)
+        return cls(results.percent_worse(rows), runs)
 
     def costs(self, steps: Mapping[str, float]) -> dict[str, dict[str, float]]:
         """By goal, what each label costs that can reach it: its step, or its time to a target.
@@ -124,9 +118,8 @@ class Qualities:
 
 def predictions(
     model: Model,
-    rows: Sequence[Result],
+    results: Results,
     chosen: Sequence[Result],
-    reference: PerplexityReference,
     place: Place,
     memory: bool,
 ) -> str:
@@ -134,20 +127,19 @@ def predictions(
 
     Args:
         model: The fitted model.
-        rows: All rows of the experiment.
-        chosen: Those that the model is fitted to.
-        reference: The runs whose perplexities count.
+        results: The experiment.
+        chosen: The rows that the model is fitted to.
         place: What to predict for.
         memory: Whether to predict each rank's peak memory as well.
     """
     parts = [*machines(chosen), DEFINITIONS]
     resampled = list(model.resampled(RESAMPLES))
     for strategy in dict.fromkeys(measurement.strategy for measurement in model.measurements):
-        finished = [row for row in rows if row.strategy == strategy and row.status == "ok"]
-        quality = Qualities.of([row for row in chosen if row.strategy == strategy], finished, reference)
+        finished = [row for row in results.ok if row.strategy == strategy]
+        quality = Qualities.of([row for row in chosen if row.strategy == strategy], results)
         parts += steps(model, strategy, finished, quality, place, memory)
         parts += crossovers([model, *resampled], strategy, place)
-    return "\n\n".join([*parts, *fit(model), *errors(leave_one_link_out(model.measurements), rows)])
+    return "\n\n".join([*parts, *fit(model), *errors(leave_one_link_out(model.measurements), results.rows)])
 
 
 def records(model: Model, place: Place) -> list[dict[str, Any]]:

@@ -161,23 +161,6 @@ def _quality(cell: Sequence[Result], measured: PerplexityReference, reference: P
         return Quality()
 
 
-def mean_percent_worse(
-    rows: Iterable[Result], ok: Sequence[Result], reference: PerplexityReference
-) -> dict[str, float]:
-    """Percent of perplexity by which each label is above the same optimizer in every step, where it is known.
-
-    The baseline is compared with itself.
-
-    Args:
-        rows: Runs of one strategy and world size.
-        ok: All runs with a result, these among them.
-        reference: The runs whose perplexities count for cells without their own.
-    """
-    judged = qualities(ok, reference)
-    of_labels = {row.compressor: judged[cell_key(row)] for row in rows}
-    return {BASELINE: 0.0} | {label: of.difference.mean for label, of in of_labels.items() if of.worse}
-
-
 def perplexities(runs: Mapping[int, Result]) -> dict[int, float]:
     """The perplexity of each seed."""
     return {seed: run.val_ppl for seed, run in runs.items() if run.val_ppl is not None}

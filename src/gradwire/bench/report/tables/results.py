@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -11,11 +11,19 @@ from typing import Self
 import pandas as pd
 
 from gradwire.base.errors import BadInput
+from gradwire.bench.config import BASELINE
 from gradwire.bench.report.rows.record import Result, read_results
 from gradwire.bench.report.rows.runs import asked_for
 from gradwire.bench.report.tables import time_to_loss
 from gradwire.bench.report.tables.cells import Group, cells_of, groups, one_by_one
-from gradwire.bench.report.tables.quality import CellKey, PerplexityReference, Quality, qualities, reference_of
+from gradwire.bench.report.tables.quality import (
+    CellKey,
+    PerplexityReference,
+    Quality,
+    cell_key,
+    qualities,
+    reference_of,
+)
 
 
 @dataclass(frozen=True)
@@ -65,6 +73,17 @@ class Results:
     def times(self) -> list[time_to_loss.Cell]:
         """The cells that have targets."""
         return time_to_loss.cells(self.rows, self.quality)
+
+    def percent_worse(self, rows: Iterable[Result]) -> dict[str, float]:
+        """Percent of perplexity by which each label is above the same optimizer in every step, where it is known.
+
+        The baseline is compared with itself.
+
+        Args:
+            rows: Rows with a result, of one strategy and world size.
+        """
+        of_labels = {row.compressor: self.judged[cell_key(row)] for row in rows}
+        return {BASELINE: 0.0} | {label: of.difference.mean for label, of in of_labels.items() if of.worse}
 
     @classmethod
     def read(cls, results_dir: Path) -> Self:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pandas as pd
 import tabulate
 
 from gradwire.base.files import write_text
@@ -259,11 +258,9 @@ class Table:
 
     def csv(self) -> str:
         """Format as CSV, with all digits."""
-        text = io.StringIO()
-        writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(column.title for column in self.columns)
-        writer.writerows([entry.full or entry.key for entry in row] for row in self.rows)
-        return text.getvalue()
+        rows = [[entry.full or entry.key for entry in row] for row in self.rows]
+        table = pd.DataFrame(rows, columns=[column.title for column in self.columns])
+        return table.to_csv(index=False, lineterminator="\n")
 
     def save(self, folder: Path) -> None:
         """Write all three files."""
