@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 
@@ -15,7 +15,7 @@ from gradwire.bench.config import BASELINE
 from gradwire.bench.report.page import curves
 from gradwire.bench.report.page.curves import WINDOWS
 from gradwire.bench.report.page.style import Drawing, Look, looks
-from gradwire.bench.report.rows.record import BF16, Result
+from gradwire.bench.report.rows.record import BF16
 from gradwire.bench.report.tables.cells import Group
 from gradwire.bench.report.tables.checks import Gate
 from gradwire.bench.report.tables.headline import Finding
@@ -57,29 +57,6 @@ class Data(Results):
         return lines
 
 
-class Failures(NamedTuple):
-    """Runs that ended alike without a result.
-
-    Attributes:
-        status: How.
-        reason: Why.
-        runs: Their names.
-    """
-
-    status: str
-    reason: str
-    runs: Sequence[str]
-
-    @classmethod
-    def of(cls, results: Iterable[Result], *statuses: str) -> list[Failures]:
-        """The runs that ended in one of these ways."""
-        runs: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
-        for row in results:
-            if row.status in statuses:
-                runs[row.status, row.reason or "no reason was given"].append(row.run_name)
-        return [cls(*why, names) for why, names in runs.items()]
-
-
 @dataclass
 class Section:
     """A part of the page.
@@ -93,7 +70,7 @@ class Section:
         absent: Why the section is empty, if it is.
         properties: Terms and their values.
         gates: Checks.
-        failures: Runs without a result: how they ended and why, and their names.
+        failures: Runs without a result, as from `sections.failures`.
         plots: Figures to draw.
         tables: Tables.
         notes: Further notes.
@@ -109,7 +86,7 @@ class Section:
     absent: str = ""
     properties: Sequence[tuple[str, str]] = ()
     gates: Sequence[Gate] = ()
-    failures: Sequence[Failures] = ()
+    failures: Sequence[Mapping[str, Any]] = ()
     plots: Sequence[Drawing] = ()
     tables: Sequence[Table] = ()
     notes: Sequence[str] = ()

@@ -19,7 +19,7 @@ from gradwire.base.errors import BadInput
 from gradwire.base.files import digest, read_json
 from gradwire.bench.config import BASELINE
 from gradwire.bench.report.page import curves, fronts, speed
-from gradwire.bench.report.page.data import Content, Data, Failures, Section, section
+from gradwire.bench.report.page.data import Content, Data, Section, section
 from gradwire.bench.report.page.style import Drawing, timed
 from gradwire.bench.report.rows.record import Result
 from gradwire.bench.report.tables.cells import (
@@ -60,17 +60,17 @@ ENVIRONMENTS = (Column("ranks", "ranks", "{:d}"), text("of runs", "runs"), text(
 
 def headline(data: Data) -> Content:
     """Runs that failed, which compressor wins in which regime, and quality over what it was chosen by."""
-    failures = Failures.of(data.rows, "failed", "diverged")
+    lost = failures(data.rows, "failed", "diverged")
     answers = findings(data)
     if data.cells is None or not answers:
         absent = NO_RESULT if data.cells is None else f"no compressor and {BASELINE} ran on several ranks"
-        return {"failures": failures, "notes": [f"No finding: {absent}."]} if failures else absent
+        return {"failures": lost, "notes": [f"No finding: {absent}."]} if lost else absent
     first = answers[0]
     checks = gates(data)
     broken = [gate for gate in checks if gate.state == "failed" and gate != finished(data.rows)]
     notes = [f"A check failed: {gate.name}: {gate.text}" for gate in broken]
     content = {
-        "failures": failures,
+        "failures": lost,
         "notes": notes,
         "findings": answers,
         "asides": of_optimizers(data),
@@ -81,6 +81,15 @@ def headline(data: Data) -> Content:
         return content
     shown = timed(drawing, data.shared and first.cost != "bytes")
     return content | {"plots": [lambda: shown()._replace(name="headline")]}
+
+
+def failures(rows: Sequence[Result], *statuses: str) -> list[dict[str, Any]]:
+    """Group runs without a result that ended alike: their ``status``, the ``reason``, and the names of the ``runs``."""
+    runs: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
+    for row in rows:
+        if row.status in statuses:
+            runs[row.status, row.reason or "no reason was given"].append(row.run_name)
+    return [{"status": status, "reason": reason, "runs": names} for (status, reason), names in runs.items()]
 
 
 def choice(cells: pd.DataFrame, finding: Finding) -> Table:
@@ -130,7 +139,7 @@ def validity(data: Data) -> Content:
     return {
         "properties": [(name, text) for name, text in properties.items() if text],
         "gates": [*gates(data), ceilings(data)],
-        "failures": Failures.of(results, "skipped"),
+        "failures": failures(results, "skipped"),
     }
 
 
