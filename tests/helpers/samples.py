@@ -42,11 +42,11 @@ VARIANTS: dict[str, list[dict]] = {
     ],
     "chunktopk": [{"k": 3, "chunk": 16}, {"k": 5, "chunk": 100}, {"k": 9, "chunk": 4}],
     "dcttopk": [{"k": 3, "tile": 8}, {"k": 1, "tile": 1}, {"k": 40, "tile": 10}],
-    "bins": [{"bits": 1}, {"bits": 8}, {"bits": 4, "sigmas": 3.0}],
+    "bins": [{"bits": 1}, {"bits": 8}, {"bits": 4}],
     "randomk": [{"density": 0.3}, {"density": 1.0}, {"scaled": False, "density": 0.05}],
     "gradiveq": [{"slice": 8, "components": 2, "window": 1, "refresh": 2}],
     "powersgd": [{"rank": 1}, {"rank": 2, "warm_start": False}],
-    "sketch": [{"rows": 1, "width": 0.3}, {"rows": 3, "density": 0.2, "candidates": 9}],
+    "sketch": [{"rows": 1, "width": 0.3}, {"rows": 3, "density": 0.2}],
     "natural": [{"bits": 9}, {"block": 7}],
     "qsgd": [
         {"levels": 7, "norm": "max", "block": 64},
@@ -54,7 +54,7 @@ VARIANTS: dict[str, list[dict]] = {
         {"levels": 1, "block": 7},
         {"levels": 20},
     ],
-    "terngrad": [{"clip": 2.5}, {"block": 7, "clip": 1.0}],
+    "terngrad": [{"block": 7}],
 }
 """Options besides the defaults with which the conformance suite builds a method; new methods add theirs."""
 

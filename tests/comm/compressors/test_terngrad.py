@@ -42,26 +42,6 @@ def test_the_variance_of_a_block_is_the_scale_times_the_1_norm_less_the_square()
     assert abs(squared.mean() - exact) <= 5 * squared.std() / math.sqrt(count)
 
 
-def test_clipping_lowers_the_scale_to_c_sigma():
-    x, count, clip = normal(200, seed=4), 2000, 1.5
-    scale = spread(x, 80, lambda part: torch.minimum(part.abs().max(), clip * part.square().mean().sqrt()))
-    compressor = build("terngrad", block=80, clip=clip)
-    assert not compressor.unbiased and build("terngrad").unbiased
-    drawn = draws(compressor, x, count)
-    assert torch.allclose(drawn, drawn.sign() * scale, rtol=1e-6)
-    share = (x.double().abs() / scale).clamp_max(1)
-    assert (share == 1).any(), "the test needs something to clip"
-    assert_frequencies((drawn != 0).sum(dim=0), count, share)
-    assert_unbiased(drawn, (share * scale * x.double().sign()), scale**2 * share * (1 - share))
-
-
-def test_equal_elements_are_not_clipped_away():
-    for n in (1, 300):
-        x = torch.full((n,), -3.0)
-        compressor = build("terngrad", clip=2.5)
-        assert torch.equal(compressor.decode(compressor.encode(x, generator=generator()), n), x)
-
-
 def test_wires_by_hand():
     x = torch.tensor([2.0, -2.0, 0.0, 4.0, -4.0, 0.0])  # every draw is certain
     wire = build("terngrad", block=3).encode(x, generator=generator())
@@ -96,7 +76,6 @@ def test_any_element_becomes_zero_or_its_sign_times_the_scale(size, block, expon
     assert torch.equal(decoded[full], x.double()[full])
 
 
-@pytest.mark.parametrize(("options", "named"), [({"clip": 0.0}, "clip"), ({"block": 0}, "block")])
-def test_bad_options_are_named(options, named):
-    with pytest.raises(BadInput, match=named):
-        build("terngrad", **options)
+def test_a_bad_option_is_named():
+    with pytest.raises(BadInput, match="block"):
+        build("terngrad", block=0)

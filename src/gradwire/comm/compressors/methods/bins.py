@@ -2,7 +2,7 @@
 
 The quantizer of hivemind's `Uniform8BitQuantization` (8 bits; used by INTELLECT-1, Jaghouar et al., arXiv:2412.01152,
 2024) and of SparseLoCo (2 bits), over 6 standard deviations around the mean. With n elements of mean m and unbiased
-standard deviation s, and B bins of width ``w = sigmas * s / B``, an element's bin is
+standard deviation s, and B bins of width ``w = 6 s / B``, an element's bin is
 ``round((x - m) / w + B / 2)``, clamped to 0 .. B - 1.
 
 Wire: the B means as float32, 0 for an empty bin; then n codes of ``bits`` bits, packed.
@@ -20,6 +20,8 @@ from torch import Tensor
 from gradwire.comm.compressors.base import Quantizer, Shape, as_numbers, numel
 from gradwire.comm.compressors.packing import pack, packed_bytes, unpack
 
+SIGMAS = 6.0  # standard deviations that the bins cover
+
 
 class Bins(Quantizer):
     """Sends a bin per element and the mean of each bin; statistics are float64, rounded once."""
@@ -28,7 +30,6 @@ class Bins(Quantizer):
     use = "Few bits for what has one scale, such as a sparsifier's values: `chunktopk+bins`; with error feedback."
 
     bits: Literal[1, 2, 4, 8] = Field(default=2, description="bits of an element")
-    sigmas: float = Field(default=6.0, gt=0, description="standard deviations that the bins cover")
 
     def wire_bytes(self, shape: Shape) -> int:
         """A float32 per bin and the codes."""
@@ -38,7 +39,7 @@ class Bins(Quantizer):
         """Find each element's bin, and the bins' means; what is not finite falls into the first bin and shows there."""
         values, bins = x.view(-1).double(), 2**self.bits
         centered = values - values.sum() / max(1, values.numel())
-        width = self.sigmas * (centered.square().sum() / max(1, values.numel() - 1)).sqrt() / bins
+        width = SIGMAS * (centered.square().sum() / max(1, values.numel() - 1)).sqrt() / bins
         scaled = torch.where(width > 0, centered / width, 0.0)
         codes = (scaled + bins // 2).round().clamp(0, bins - 1).nan_to_num(0).to(torch.int64)
         sums, counts = (torch.zeros(bins, dtype=torch.float64, device=x.device) for _ in range(2))

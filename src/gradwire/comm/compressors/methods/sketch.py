@@ -16,7 +16,7 @@ Wire: the seed as int64, then the table as float32 [rows, columns]. It decodes t
 elements where these are largest, and 0 elsewhere. If that is not shorter than the tensor, it travels as float32.
 
 Rounds: the tables of all ranks are summed, with hash functions of the step that all ranks know. The elements where
-the summed table's estimates are largest, ``candidates`` times k of them, are then summed exactly, and the k largest
+the summed table's estimates are largest, 4 times k of them, are then summed exactly, and the k largest
 sums are kept. A rank's own contribution is its exact values at those k places, so their mean is the result.
 
 A table is summed in float64 and rounded once, so that the order of addition, which CUDA does not fix, does not matter
@@ -33,12 +33,13 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from gradwire.comm.compressors.base import Compressor, Count, Shape, as_numbers, numel
+from gradwire.comm.compressors.base import Compressor, Shape, as_numbers, numel
 from gradwire.comm.compressors.philox import WORD, draw_seed, words
 from gradwire.comm.compressors.rounds import Ask, Context, RoundCost, Rounds, State
 from gradwire.comm.compressors.sparse import largest, largest_places, share
 
 FEWEST_COLUMNS = 16
+CANDIDATES = 4  # in rounds, elements summed exactly for each one that is kept
 
 
 class Sketch(Compressor):
@@ -57,7 +58,6 @@ class Sketch(Compressor):
     )
     width: float = Field(default=0.02, gt=0, le=1, description="columns of the table, as a fraction of the elements")
     density: float = Field(default=0.01, gt=0, le=1, description="fraction of the elements that is recovered")
-    candidates: Count = Field(default=4, description="in rounds, elements summed exactly for each one that is kept")
 
     def columns(self, shape: Shape) -> int:
         """Columns of the table."""
@@ -69,7 +69,7 @@ class Sketch(Compressor):
 
     def examined(self, shape: Shape) -> int:
         """Elements whose exact values are summed in rounds."""
-        return min(self.candidates * self.kept(shape), numel(shape))
+        return min(CANDIDATES * self.kept(shape), numel(shape))
 
     def compresses(self, shape: Shape) -> bool:
         """Whether a tensor of this shape travels as a table instead of float32."""

@@ -3,8 +3,7 @@
 Wen, Xu, Yan, Wu, Wang, Chen, Li, "TernGrad: Ternary Gradients to Reduce Communication in Distributed Deep Learning"
 (NeurIPS 2017): ``s * sgn(x) * b`` with ``s = max|x|`` and b drawn, 1 with probability ``|x| / s``. The paper takes one
 scale per layer; here a block of consecutive elements has one, which is closer to most of its elements (a block as large
-as the largest tensor is the paper's). Its gradient clipping, to c sigma, lowers the scale and with it the variance, and
-biases larger elements. Sigma is the block's root mean square: about zero, so that equal elements are not clipped away.
+as the largest tensor is the paper's). Its gradient clipping, which makes it biased, is left out.
 
 Wire, for n elements in row-major order and b = ceil(n / block) blocks: b scales as float32, then n ternary digits
 as two's complement of 2 bits, packed (`gradwire.comm.compressors.packing`). The code of -2 is invalid and never sent.
@@ -22,7 +21,7 @@ from gradwire.comm.compressors.philox import draw_seed, uniforms
 
 
 class TernGrad(BlockQuantizer):
-    """Sends a ternary digit per element and a float32 scale per block; unbiased without clipping.
+    """Sends a ternary digit per element and a float32 scale per block; unbiased.
 
     An element's variance is ``|x| (s - |x|)``, that of a block ``s |x|_1 - |x|_2^2``, where s is its scale.
     """
@@ -31,30 +30,22 @@ class TernGrad(BlockQuantizer):
     use = "Unbiased at about two bits per element, where its large variance averages out over many ranks."
 
     block: Block = Field(default=256, description="consecutive elements that share one scale")
-    clip: float | None = Field(default=None, gt=0, description="largest scale, in root mean squares")
 
     @property
     def unbiased(self) -> bool:
-        """True without clipping."""
-        return self.clip is None
+        """True."""
+        return True
 
     def wire_bytes(self, shape: Shape) -> int:
         """Four bytes per block and 2 bits per element."""
         return 4 * self.blocks(shape) + packed_bytes(numel(shape), 2)
 
     def scales(self, x: Tensor) -> Tensor:
-        """Each block's scale: float32 [b]; sums are float64, rounded once."""
-        blocks = self.in_blocks(x.view(-1))
-        largest = blocks.abs().amax(dim=1)
-        if self.clip is not None:
-            sizes = torch.full_like(largest, self.block, dtype=torch.float64)
-            sizes[-1:] = x.numel() - self.block * (self.blocks(x.numel()) - 1)
-            mean_square = blocks.to(torch.float64).square_().sum(dim=1) / sizes
-            largest = torch.minimum(largest, (mean_square.sqrt() * self.clip).to(torch.float32))
-        return largest.clamp_min_(SMALLEST_SCALE)
+        """Each block's scale: float32 [b]."""
+        return self.in_blocks(x.view(-1)).abs().amax(dim=1).clamp_min_(SMALLEST_SCALE)
 
     def to_wire(self, x: Tensor, generator: torch.Generator | None) -> Tensor:
-        """Keep each element's sign with probability |x| / s, which is 1 where clipping made s smaller."""
+        """Keep each element's sign with probability |x| / s."""
         scales = self.scales(x)
         levels = self.divided(x, scales)
         drawn = uniforms(draw_seed(generator, x.device, self.name), x.numel()) < levels.abs()
