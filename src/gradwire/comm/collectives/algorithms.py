@@ -68,10 +68,6 @@ class Algorithm(ABC):
         """Return the mean, bit-equal on all ranks: float32 [numel]; padding is 0."""
 
     @abstractmethod
-    def asks_again(self, layout: Layout, kind: Kind) -> bool:
-        """Whether a call at the current step may ask for collectives again after its first ones."""
-
-    @abstractmethod
     def closed_form(self, layout: Layout, kind: Kind) -> int | None:
         """Return the payload bytes of one call at the current step over all ranks; None if it depends on the data."""
 
@@ -110,10 +106,6 @@ class Exchange(Algorithm):
             full = layout.empty(mean.device)
             plan.whole.decode(incoming, lengths, full, "blank")
             return full
-
-    def asks_again(self, layout: Layout, kind: Kind) -> bool:
-        """For an all-reduce, and to send sizes first."""
-        return kind == "all_reduce" or self.codec.plan(layout, "scatter").whole.total is None
 
     def closed_form(self, layout: Layout, kind: Kind) -> int | None:
         """Return the payload bytes over all ranks: an all-to-all's, and an all-gather's for an all-reduce."""
@@ -155,10 +147,6 @@ class Gather(Algorithm):
             mean = layout.empty(flat.device)
             table.decode(incoming.view(-1), lengths, mean, "zero")
             return mean.div_(ranks.world)
-
-    def asks_again(self, layout: Layout, kind: Kind) -> bool:
-        """To send sizes first."""
-        return self.codec.plan(layout, "scatter").undivided.total is None
 
     def closed_form(self, layout: Layout, kind: Kind) -> int | None:
         """Return the payload bytes over all ranks: an all-gather's of every rank's encodings."""
@@ -297,13 +285,6 @@ class Native(Algorithm):
             for run in group.runs:
                 out[run.start : run.start + run.numel] = mean[run.first : run.first + run.numel]
         return out
-
-    def asks_again(self, layout: Layout, kind: Kind) -> bool:
-        """Unless each element is summed by itself."""
-        wholes = map(whole, layout.parameters.values())
-        each = (self.codec.of(parameter, "scatter").elementwise(parameter.form) for parameter in wholes)
-        batches = self.codec.plan(layout, "scatter").whole.batches
-        return bool(batches) and batches[0].segments.derive("asks again", lambda: not all(each))
 
     def closed_form(self, layout: Layout, kind: Kind) -> int | None:
         """Return the payload bytes over all ranks; a reduce-scatter sends every rank's row, padded to the longest."""

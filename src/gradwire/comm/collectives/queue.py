@@ -20,7 +20,7 @@ from datetime import timedelta
 from pathlib import Path
 from threading import get_native_id
 from typing import Any, TypeAlias, TypeVar
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -87,13 +87,12 @@ class ReductionQueue:
     def __init__(self, group: Group = None) -> None:
         self.group = group
 
-    def begin(self, task: Task[Tensor], flat: Tensor, *, again: bool = False) -> Handle:
+    def begin(self, task: Task[Tensor], flat: Tensor) -> Handle:
         """Run a task after all earlier ones.
 
         Args:
             task: Reads ``flat``, and returns the mean.
             flat: The input; not to be changed before the task has finished.
-            again: Whether the task may yield collectives again after its first ones; the same on all ranks.
 
         Raises:
             Exception: What an earlier task raised in the meantime; without overlap what this one raises.
@@ -118,7 +117,7 @@ class StreamQueue(ReductionQueue):
         super().__init__(group)
         self._stream = torch.cuda.Stream(device)
 
-    def begin(self, task: Task[Tensor], flat: Tensor, *, again: bool = False) -> Handle:
+    def begin(self, task: Task[Tensor], flat: Tensor) -> Handle:
         """Launch the task after the work of the current stream, which made ``flat``."""
         self._stream.wait_stream(torch.cuda.current_stream(flat.device))
         flat.record_stream(self._stream)
@@ -200,11 +199,11 @@ class OverlappingQueue(ReductionQueue):
         self._last: Running | None = None
         self._error: BaseException | None = None
 
-    def begin(self, task: Task[Tensor], flat: Tensor, *, again: bool = False) -> Handle:
+    def begin(self, task: Task[Tensor], flat: Tensor) -> Handle:
         """Run the task up to its first collective."""
         self._check()
         self._last = Running(self, task)
-        self.connections.begin(self._last, again)
+        self.connections.begin(self._last)
         return self._last
 
     def go_on(self) -> None:
@@ -243,34 +242,21 @@ class Connections:
         ranks: The ranks; all of them must make this together.
 
     Attributes:
-        groups: The group of first collectives; and that of later ones, after `connect_later`.
+        groups: The group of first collectives, and that of later ones.
         running: The tasks that have not ended, of all queues.
         broken: Whether a task has failed, whose collective may run until its connections close.
     """
 
     def __init__(self, ranks: dist.ProcessGroup) -> None:
-        self.groups: list[dist.ProcessGroup] = []
+        before = open_sockets()
+        first = copied(ranks)
+        self.groups = first, copied(first)
         self.running: deque[Running] = deque()
         self.broken = False
-        self._ranks = ref(ranks)
-        self._sockets = set[int]()
-        self._connect()
+        self._sockets = open_sockets() - before
 
-    def _connect(self) -> None:
-        """Connect the ranks in one more group."""
-        ranks, before = self.groups[0] if self.groups else self._ranks(), open_sockets()
-        self.groups.append(copied(ranks))
-        self._sockets |= open_sockets() - before
-
-    def connect_later(self) -> None:
-        """Have a group of later collectives; all ranks call this together."""
-        if len(self.groups) == 1:
-            self._connect()
-
-    def begin(self, running: Running, again: bool) -> None:
-        """Run a task up to its first collective; ``again`` is whether it may ask for others later."""
-        if again:
-            self.connect_later()
+    def begin(self, running: Running) -> None:
+        """Run a task up to its first collective."""
         self.running.append(running)
         self._send(running, None)
         self.go_on()
@@ -359,19 +345,10 @@ def connections_of(group: Group) -> Connections:
 
 
 # Why: docs/decisions.md, "Ranks connect when a model is given its reducer".
-def connect(group: Group, device: torch.device, overlap: bool, again: bool) -> None:
-    """Make now what `build_queue` and its tasks need of the ranks, with the same arguments.
-
-    Args:
-        group: The ranks; all of them call this together.
-        device: Where the gradients are.
-        overlap: As for `build_queue`.
-        again: Whether tasks may yield collectives again after their first ones.
-    """
+def connect(group: Group, device: torch.device, overlap: bool) -> None:
+    """Make now what `build_queue` needs of the ranks, with the same arguments; all of them call this together."""
     if overlap and device.type == "cpu" and not simulated(group) and dist.get_backend(group) != "nccl":
-        connections = connections_of(group)
-        if again:
-            connections.connect_later()
+        connections_of(group)
 
 
 # This process as Linux sees it; other systems show no sockets and no threads.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -218,33 +218,20 @@ class Reducer:
         """Whether there is no other rank, so that `finish` checks nothing."""
         return self.world == 1
 
-    def prepare(self, kind: Kind, numel: int) -> None:
-        """Resolve ``auto``, once; the first reduction does it with its buffer where nobody called this before.
+    def prepare(self, kind: Kind, numel: int, device: torch.device | None = None) -> None:
+        """Resolve ``auto``, once, and connect the ranks; otherwise the first reduction does both.
+
+        Ranks that then begin with different ones of several reducers, as in threads, would wait for each other.
 
         Args:
             kind: The collective that the strategy needs.
             numel: Elements of the whole model.
+            device: Where the gradients are; all ranks call this together. None: they are not connected yet.
         """
         if self.algorithm == "auto":
             self.algorithm = self._chosen(kind, numel)
-
-    def connect(self, kind: Kind, shapes: Sequence[tuple[int, ...]], device: torch.device) -> None:
-        """Connect the ranks, after `prepare`; all of them call this together.
-
-        Otherwise the first reduction does. Ranks that then begin with different ones of several reducers, as in
-        threads, would wait for each other.
-
-        Args:
-            kind: As for `prepare`.
-            shapes: The parameters' shapes.
-            device: Where the gradients are.
-        """
-        if self.world == 1:
-            return
-        sized = all(used.wire_bytes(shape) is not None for used in self.codec.schedule.plateaus for shape in shapes)
-        again = self.mixes(shapes) if self.algorithm == "native" else not sized
-        again = again or (self.algorithm == "exchange" and kind == "all_reduce")
-        connect(self.group, device, self.codec.options.overlap, again)
+        if device is not None and self.world > 1:
+            connect(self.group, device, self.codec.options.overlap)
 
     def join(self, name: str, part: Reducer) -> None:
         """Attach a reducer over another process group; `finish` of this reducer finishes it too.
@@ -578,7 +565,7 @@ class Reducer:
         if self._kept is not None and not layout.by_row:
             flat = flat.clone()  # it may be the memory that the mean goes to
         task = self._reduce(kind, flat, layout, numel, self.loss_scale, self._kept, then)
-        return self._queue.begin(task, flat, again=self._algorithm(self.meter).asks_again(layout, kind))
+        return self._queue.begin(task, flat)
 
     def _reduce(
         self,

@@ -49,8 +49,7 @@ class CommHookState(Attached):
 
     def _build(self) -> HookedBuckets:
         reducer = self._make()
-        reducer.prepare("all_reduce", sum(map(math.prod, self._shapes)))
-        reducer.connect("all_reduce", self._shapes, self._device)
+        reducer.prepare("all_reduce", sum(map(math.prod, self._shapes)), self._device)
         return hooked_buckets(reducer, self._names, self._shapes, ended=reducer.finish)
 
     @property

@@ -132,8 +132,7 @@ class Strategy(Attached, ABC):
 
     def prepare(self, reducer: Reducer, shapes: Sequence[tuple[int, ...]]) -> None:
         """Prepare the reducer for a model with trainable parameters of some shapes, and connect its ranks."""
-        reducer.prepare(self.kind, sum(map(math.prod, shapes)))
-        reducer.connect(self.kind, shapes, self.device)
+        reducer.prepare(self.kind, sum(map(math.prod, shapes)), self.device)
 
     def mesh(self) -> DeviceMesh:
         """Return the ranks as a mesh of one dimension, ``dp``."""

@@ -25,7 +25,7 @@ from gradwire.comm.collectives.reducer import check_options
 from gradwire.comm.compressors import as_compressor
 from gradwire.comm.compressors.base import Compressor
 from gradwire.comm.parallel.checks import check_agreement, check_gradients, parameters_of, warn_of_statistics
-from gradwire.comm.parallel.model import COMPILED, local, named_parameters
+from gradwire.comm.parallel.model import COMPILED, named_parameters
 from gradwire.comm.parallel.strategies.ddp import DDP
 from gradwire.comm.parallel.strategies.fsdp2 import groups_of
 from gradwire.comm.parallel.strategies.hsdp import HSDP
@@ -112,8 +112,8 @@ class Communicating(Optimizer):
         reducer.claim(parameters)
         self.model, self.reducer, self.parameters = model, reducer, parameters
         if reducer.world > 1:
-            reducer.prepare("all_reduce", sum(p.numel() for p in parameters.values()))
-            reducer.connect("all_reduce", shapes_of(parameters), strategy_of(model).device)
+            numel = sum(p.numel() for p in parameters.values())
+            reducer.prepare("all_reduce", numel, strategy_of(model).device)
         reducer.codec.check_names(parameters)
 
     # Why: docs/decisions.md, "A copy of an optimizer that communicates".
@@ -461,11 +461,6 @@ def _islands(model: FSDPModule, whose: str) -> Islands:
     for group in groups:
         group.drop_replicas()
     return islands
-
-
-def shapes_of(parameters: Mapping[str, nn.Parameter]) -> list[tuple[int, ...]]:
-    """Return the shapes of this rank's parts of parameters."""
-    return [tuple(local(p).shape) for p in parameters.values()]
 
 
 def listed(names: Sequence[str]) -> str:

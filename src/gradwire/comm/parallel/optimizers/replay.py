@@ -27,7 +27,7 @@ from gradwire.comm.collectives import Layout, Reducer, state
 from gradwire.comm.compressors import as_compressor
 from gradwire.comm.parallel.checks import check_agreement
 from gradwire.comm.parallel.model import local
-from gradwire.comm.parallel.optimizers.base import AnyCompressor, duplicate, shapes_of, step_without_hooks
+from gradwire.comm.parallel.optimizers.base import AnyCompressor, duplicate, step_without_hooks
 from gradwire.comm.parallel.optimizers.diloco import DiLoCo, copied, state_of
 from gradwire.comm.parallel.strategy import strategy_of
 
@@ -73,8 +73,8 @@ class ReplayDiLoCo(DiLoCo):
         )
         reduction = {option: value for option, value in self.reducer.codec.options if option != "schedule"}
         self.part = Reducer(compressor, self.reducer.group, seed=self.reducer.codec.seed, **reduction)
-        self.part.prepare("all_reduce", sum(p.numel() for p in self.replayed.values()))
-        self.part.connect("all_reduce", shapes_of(self.replayed), strategy_of(self.model).device)
+        numel = sum(p.numel() for p in self.replayed.values())
+        self.part.prepare("all_reduce", numel, strategy_of(self.model).device)
         self.reducer.join(PART, self.part)
         check_agreement(self.reducer.everyone, self.reducer, {})
         self.sums = {name: torch.zeros_like(self.anchors[name]) for name in self.replayed}  # of gradients, in a round

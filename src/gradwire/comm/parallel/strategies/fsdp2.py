@@ -141,8 +141,7 @@ class FSDP2(Strategy):
                     group.set_all_reduce_hook(all_reduce)
         self._ignored = trainable(wrapped).keys() - reduced
         for (level, kind), numel in sizes.items():
-            level.prepare(kind, numel)
-            level.connect(kind, [shape for group in groups for shape in group.trained.values()], self.device)
+            level.prepare(kind, numel, self.device)
         begin = partial(begin_forward, groups)
         for call in (begin, check_not_interrupted, check_whole):
             wrapped.register_forward_pre_hook(call, prepend=True)  # before the framework's own
