@@ -34,8 +34,6 @@ ULP = np.float32(2.0**-24)
 TILE = 1024  # elements in a tile: whole calls of Philox, and whole bytes of codes; only a tensor's last has fewer
 LOWEST = np.uint64(0x0101010101010101)  # the lowest bit of each of eight bytes
 GATHER = np.uint64(0x0102040810204080)  # a product with it has these bits side by side in its highest byte
-FRACTION = np.uint32(23)  # bits of float32's mantissa
-BIAS = np.uint32(127)
 
 
 def cache_folder() -> str:
@@ -157,24 +155,3 @@ def unpack_tile(packed: np.ndarray, count: int, bits: int, codes: np.ndarray) ->
                 codes[8 * i + lane] = packed[i] >> lane & 1
     for i in range(whole * lanes, count):
         codes[i] = packed[i // lanes] >> (i % lanes * bits) & ((1 << bits) - 1)
-
-
-@compiled
-def narrow(magnitude: np.uint32, mantissa: np.uint32, bias: np.uint32) -> np.uint32:
-    """Convert the bits of a float32 magnitude to a format with fewer exponents; round to nearest, ties to even.
-
-    The format's neighbours of a number are one step apart: 2^mantissa steps make its power of two, or the smallest
-    normal number. A sum with 2^23 steps rounds to whole ones, and their count is left in its lowest bits.
-
-    Args:
-        magnitude: Below where the format overflows.
-        mantissa: Bits of the format's mantissa.
-        bias: The format's exponent of 1.0; its normal numbers start at ``2^(1 - bias)``.
-    """
-    dropped = np.uint32(FRACTION - mantissa)
-    lowest = np.uint32(np.uint32(BIAS + np.uint32(1) - bias) << FRACTION)
-    power = max(np.uint32(magnitude & INFINITY), lowest)
-    steps = np.uint32(power + np.uint32(dropped << FRACTION))
-    total = np.float32(np.uint32(magnitude).view(np.float32) + np.uint32(steps).view(np.float32))
-    count = np.uint32(np.float32(total).view(np.uint32) - steps)
-    return np.uint32(count + np.uint32(np.uint32(power - lowest) >> dropped))

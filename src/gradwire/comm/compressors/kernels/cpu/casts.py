@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from gradwire.comm.compressors.kernels import Kernel
-from gradwire.comm.compressors.kernels.cpu import INFINITY, SIGNLESS, compiled, narrow
+from gradwire.comm.compressors.kernels.cpu import INFINITY, SIGNLESS, compiled
 from gradwire.comm.compressors.kernels.cpu.segments import Chunk, Segmented
 from gradwire.comm.compressors.methods.bf16 import BF16
 from gradwire.comm.compressors.methods.fp16 import FP16
@@ -48,13 +48,27 @@ def decode_bf16(chunk: Chunk) -> bool:
     return True
 
 
-MANTISSA, BIAS = np.uint32(10), np.uint32(15)
-DROPPED = np.uint32(23 - MANTISSA)
+DROPPED = np.uint32(13)  # bits of float32's mantissa that float16's lacks
+STEPS = np.uint32(DROPPED << 23)
 FP16_OVERFLOW = np.float32(FP16.overflow).view(np.uint32)
 TOP, FP16_NAN = np.uint32(0x7C00), np.uint16(0x7E00)  # infinity, and a NaN
 SMALLEST = np.uint32(0x0400)  # the smallest normal magnitude
 SHIFT = np.uint32((127 - 15) << 23)  # what float32's exponents are larger by
 LEAST, LEAST_BITS = np.float32(2.0**-14), np.uint32((127 - 14) << 23)  # the smallest normal magnitude
+
+
+@compiled
+def narrow(magnitude: np.uint32) -> np.uint32:
+    """Convert the bits of a float32 magnitude to float16; round to nearest, ties to even.
+
+    The neighbours of a number are one step apart: 2^10 steps make its power of two, or the smallest normal number. A
+    sum with 2^23 steps rounds to whole ones, and their count is left in its lowest bits.
+    """
+    power = max(np.uint32(magnitude & INFINITY), LEAST_BITS)
+    steps = np.uint32(power + STEPS)
+    total = np.float32(np.uint32(magnitude).view(np.float32) + np.uint32(steps).view(np.float32))
+    count = np.uint32(np.float32(total).view(np.uint32) - steps)
+    return np.uint32(count + np.uint32(np.uint32(power - LEAST_BITS) >> DROPPED))
 
 
 @compiled
@@ -66,7 +80,7 @@ def encode_fp16(chunk: Chunk) -> bool:
         magnitude = np.uint32(bits[i] & SIGNLESS)
         worst = max(worst, magnitude)
         sign = np.uint32((bits[i] >> np.uint32(16)) & np.uint32(0x8000))
-        out[i] = min(narrow(min(magnitude, FP16_OVERFLOW), MANTISSA, BIAS), TOP) | sign
+        out[i] = min(narrow(min(magnitude, FP16_OVERFLOW)), TOP) | sign
     if worst > INFINITY:
         put_nan(bits, out, FP16_NAN)
     return bool(worst >= FP16_OVERFLOW)
