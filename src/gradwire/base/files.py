@@ -1,6 +1,6 @@
 """Atomic writes of files and folders, bounded reads of text, JSON and YAML, and digests of contents.
 
-In JSON and YAML, duplicate keys and aliases that expand to too many values are errors.
+In JSON and YAML, duplicate keys are errors.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import errno
 import fcntl
 import hashlib
 import json
-import math
 import os
 import re
 import shutil
@@ -18,17 +17,12 @@ import tempfile
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 from gradwire.base.errors import BadInput, RunFault
 
-if TYPE_CHECKING:
-    import yaml
-
-
 BROKEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-DISK = (*BROKEN, errno.EROFS, errno.EACCES, errno.EPERM)
-LONGEST_NAME, LONGEST_SUFFIX = 200, 40  # of a file in an output folder, and of a temporary file
+PATH = (errno.EROFS, errno.EACCES, errno.EPERM, errno.EEXIST, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG)
 LARGEST_CONFIGURATION, LARGEST_JSON = 1 << 24, 1 << 30  # bytes of a file that is read whole
 SUMS = "SHA256SUMS"  # of a folder's files, as `sha256sum --check` reads it
 SPECIAL = {stat.S_IFIFO: "pipe", stat.S_IFCHR: "device", stat.S_IFBLK: "device", stat.S_IFSOCK: "socket"}
@@ -36,10 +30,10 @@ SPECIAL = {stat.S_IFIFO: "pipe", stat.S_IFCHR: "device", stat.S_IFBLK: "device",
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn disk and permission errors, from any library, into a one-line error about ``path``.
+    """Turn errors of the disk and of paths, from any library, into a one-line error about ``path``.
 
     Raises:
-        RunFault: If the disk is full, read-only or broken, or permission is denied.
+        RunFault: If the disk is full, read-only or broken, permission is denied, or the path cannot be used.
     """
     try:
         yield
@@ -57,27 +51,18 @@ def check_folder(path: Path, name: str = "") -> None:
         name: Where the path comes from, such as a flag, for the message.
 
     Raises:
-        BadInput: If not, for example because a file has this path or the name is too long.
+        BadInput: If not, for example because a file has this path.
         RunFault: If the disk is full or broken.
     """
-    _check(path, path, path / ("x" * LONGEST_NAME), name)
-
-
-def check_file(path: Path, name: str = "") -> None:
-    """Check that a file can be written; arguments and errors as in `check_folder`."""
-    if os.path.isdir(path) or not path.name:  # noqa: PTH112 (`is_dir` raises where a name is too long)
-        raise BadInput(f"{_said(path, name)} is a folder; give a file.")
-    check_regular(path, name)  # a rename would put a file in its place, also in that of /dev/null
-    _check(path, path.parent, path.with_name(f"{path.name}{'x' * LONGEST_SUFFIX}"), name)
-
-
-def check_length(path: Path, name: str = "") -> None:
-    """Check that a path is not too long; arguments and errors as in `check_folder`."""
     try:
-        os.lstat(path)
+        path.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path).close()
     except OSError as error:
-        if error.errno == errno.ENAMETOOLONG:
-            raise BadInput(f"{_said(path, name)} cannot be read: {error.strerror}.") from None
+        blocked = isinstance(error, FileExistsError | NotADirectoryError)
+        reason = f"{_named(path, name)} cannot be written: {'a file is in the way' if blocked else error.strerror}"
+        raise (
+            RunFault(f"{reason}.") if error.errno in BROKEN else BadInput(f"{reason}; give another path.")
+        ) from error
 
 
 def check_regular(path: Path, name: str = "") -> None:
@@ -88,59 +73,27 @@ def check_regular(path: Path, name: str = "") -> None:
         name: As in `check_folder`.
 
     Raises:
-        BadInput: If it is a pipe, a device or a socket, or its folder cannot be searched.
+        BadInput: If it is a pipe, a device or a socket, its folder cannot be searched, or its name is too long.
     """
     try:
         kind = SPECIAL.get(stat.S_IFMT(Path(path).stat().st_mode))
-    except PermissionError as error:
-        raise BadInput(f"{_said(path, name)} cannot be read: {error.strerror}.") from None
-    except OSError:  # what reads or writes it, reports that
-        return
-    if kind is not None:
-        raise BadInput(f"{_said(path, name)} is a {kind}, not a regular file: give a file on a disk.")
-
-
-def check_input(path: Path, name: str = "") -> None:
-    """Check that a path can be one of an input; arguments and errors as in `check_length` and `check_regular`."""
-    check_length(path, name)
-    check_regular(path, name)
-
-
-def _check(path: Path, folder: Path, longest: Path, name: str) -> None:
-    """Create ``folder`` and a temporary file in it, and check that ``longest`` is a valid path.
-
-    On failure, the folders created here are removed.
-    """
-    missing = []
-    try:
-        for parent in (folder, *folder.parents):
-            if os.path.lexists(parent):
-                break
-            missing.append(parent)
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder), suppress(FileNotFoundError):
-            os.lstat(longest)
     except OSError as error:
-        for parent in missing:
-            with suppress(OSError):
-                parent.rmdir()
-        blocked = isinstance(error, FileExistsError | NotADirectoryError)
-        reason = f"{_said(path, name)} cannot be written: {'a file is in the way' if blocked else error.strerror}"
-        raise (
-            RunFault(f"{reason}.") if error.errno in BROKEN else BadInput(f"{reason}; give another path.")
-        ) from error
+        if error.errno in (errno.EACCES, errno.ENAMETOOLONG):
+            raise BadInput(f"{_named(path, name)} cannot be read: {error.strerror}.") from None
+        return  # the code that reads or writes the path reports it
+    if kind is not None:
+        raise BadInput(f"{_named(path, name)} is a {kind}, not a regular file: give a file on a disk.")
 
 
-def _said(path: Path, name: str) -> str:
-    """A path in a message; a long one is shortened to its end."""
-    text = str(path)
-    return (f"{name}: " if name else "") + (text if len(text) <= 200 else f"...{text[-200:]}")
+def _named(path: Path, name: str) -> str:
+    """The path in a message, after the name of what it comes from."""
+    return f"{name}: {path}" if name else str(path)
 
 
 def _of_the_disk(error: BaseException | None) -> str | None:
     """The system's message if a disk error caused ``error``, even where a library wraps or quotes it; else None."""
     while error is not None:
-        if isinstance(error, OSError) and error.errno in DISK:
+        if isinstance(error, OSError) and error.errno in (*BROKEN, *PATH):
             return os.strerror(error.errno)
         for code in BROKEN:
             if os.strerror(code) in str(error):
@@ -324,8 +277,7 @@ def read_yaml(path: Path) -> Any:
     """Read a YAML file, or a JSON file if its name ends in ``.json``.
 
     Raises:
-        BadInput: As in `read_text`, and if it is invalid, has a duplicate key, or holds more values than
-            `LARGEST`.
+        BadInput: As in `read_text`, and if it is invalid or has a duplicate key.
     """
     text = read_text(path, LARGEST_CONFIGURATION)
     try:
@@ -396,8 +348,6 @@ def digest(value: Any, length: int = 12) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()[:length]
 
 
-LARGEST = 100_000  # values in a YAML file, with aliases expanded
-Node = Any  # a yaml.Node, whose subclasses have an `id`
 MERGE = "tag:yaml.org,2002:merge"  # the key `<<`, which may repeat
 
 
@@ -417,18 +367,21 @@ def parse_yaml(text: str) -> Any:
     """Parse YAML.
 
     Raises:
-        ValueError: If it is invalid, nests too deeply, has a duplicate key, or holds more than ``LARGEST`` values.
+        ValueError: If it is invalid, nests too deeply, or has a duplicate key.
     """
     import yaml
 
+    class Loader(yaml.SafeLoader):
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+            seen: set[Hashable] = set()
+            for key in (key for key, _ in node.value if key.id == "scalar" and key.tag != MERGE):
+                if (name := self.construct_object(key)) in seen:
+                    raise ValueError(f"line {key.start_mark.line + 1}: the key {name!r} is given twice")
+                seen.add(name)
+            return super().construct_mapping(node, deep)
+
     try:
-        loader = yaml.SafeLoader(text)
-        node = loader.get_single_node()
-        if node is None:
-            return None
-        if _values(loader, node, {}) > LARGEST:
-            raise ValueError(f"it holds more than {LARGEST:,} values, with aliases expanded")
-        return loader.construct_document(node)
+        return yaml.load(text, Loader)
     except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from None
     except RecursionError:
@@ -442,36 +395,3 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             raise ValueError(f"the key {key!r} is given twice in one object")
         mapping[key] = value
     return mapping
-
-
-def _values(loader: yaml.SafeLoader, node: Node, known: dict[Node, float]) -> float:
-    """Count the values in a node, itself included; infinity if it contains an alias to itself.
-
-    Raises:
-        ValueError: If it contains a mapping with a duplicate key.
-    """
-    if node not in known:
-        known[node] = math.inf  # until it is counted
-        if node.id == "mapping":
-            _check_keys(loader, [key for key, _ in node.value])
-        known[node] = 1 + sum(_values(loader, child, known) for child in _parts(node))
-    return known[node]
-
-
-def _parts(node: Node) -> list[Node]:
-    """The direct children of a node."""
-    if node.id == "mapping":
-        return [child for pair in node.value for child in pair]
-    return node.value if node.id == "sequence" else []
-
-
-def _check_keys(loader: yaml.SafeLoader, nodes: list[Node]) -> None:
-    """Check that no string or number is a key twice; a list as a key fails later."""
-    seen: set[Hashable] = set()
-    for node in nodes:
-        if node.id != "scalar" or node.tag == MERGE:
-            continue
-        key = loader.construct_object(node)
-        if key in seen:
-            raise ValueError(f"line {node.start_mark.line + 1}: the key {key!r} is given twice")
-        seen.add(key)

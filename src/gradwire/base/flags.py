@@ -1,7 +1,7 @@
-"""Types of flags: numbers with bounds, and output paths. Free of heavy imports.
+"""Types of flags: numbers with bounds, and paths. Free of heavy imports.
 
 A type converts the text of a flag. `check_paths` and `check_numbers` check all flags before a verb runs, so verbs
-check neither bounds nor paths. Fields of the configuration use the same bounds.
+check no bounds. Fields of the configuration use the same bounds.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 import argparse
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gradwire.base.errors import BadInput
-from gradwire.base.files import check_file, check_folder, check_input
+from gradwire.base.files import check_regular
 
 
 @dataclass(frozen=True)
@@ -100,30 +100,11 @@ FRACTION = Number(float, 0, 1, above=True, below=True)
 SECONDS = Number(float, 0.001, 1e6)  # gloo and the store keep timeouts as milliseconds in 31 bits
 
 
-def output_file(word: str) -> Path:
-    """Type of a flag that takes an output file."""
+def path(word: str) -> Path:
+    """Type of a flag that takes a path."""
     if not word:
         raise argparse.ArgumentTypeError("the path is empty")
     return Path(word)
-
-
-def writable(folder: Path | None) -> Path | None:
-    """Return ``folder`` after `gradwire.base.files.check_folder`, with its errors; None is not checked."""
-    if folder is not None:
-        check_folder(folder)
-    return folder
-
-
-def output_folder(word: str) -> Path:
-    """Type of a flag that takes an output folder."""
-    return output_file(word)
-
-
-CHECKS: dict[Any, Callable[[Path, str], None]] = {
-    output_file: check_file,
-    output_folder: check_folder,
-    Path: check_input,
-}
 
 
 def check_words(words: Sequence[str]) -> None:
@@ -140,14 +121,14 @@ def check_words(words: Sequence[str]) -> None:
 
 
 def check_paths(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Check that output paths can be written, and that no input path is too long, a pipe or a device.
+    """Check that no path is too long, a pipe or a device.
 
     Raises:
         BadInput: If not; the message has the flag.
     """
-    for flag, kind, path in _given(parser, args):
-        if kind in CHECKS:
-            CHECKS[kind](path, flag)
+    for flag, kind, value in _given(parser, args):
+        if kind is path:
+            check_regular(value, flag)
 
 
 def check_numbers(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:

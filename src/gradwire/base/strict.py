@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from pydantic.fields import FieldInfo
 
 from gradwire.base.errors import BadInput, unknown
-from gradwire.base.flags import CHECKS, Number, Positional
+from gradwire.base.flags import Number, Positional, path
 
 Model = TypeVar("Model", bound=BaseModel)
 P = ParamSpec("P")
@@ -186,8 +186,8 @@ def add_flags(parser: argparse.ArgumentParser, model: type[BaseModel]) -> None:
 
     The flags of a base class come after those of the class. A base class with a ``group`` (title and description) has
     its own group in the help. A tuple takes several words; a value that is `Positional` has no flag. The type of a flag
-    is that of its field, or the `Number`, `output_file` or `output_folder` in the field's annotation, whose checks
-    `check_numbers` and `check_paths` do. A number or a word, ``int | Literal["auto"]``, is one flag.
+    is that of its field, or the `Number` in the field's annotation, whose bounds `check_numbers` checks. A number or a
+    word, ``int | Literal["auto"]``, is one flag.
     """
     for title, fields in _grouped(model):
         target = parser.add_argument_group(*title) if title else parser
@@ -228,12 +228,9 @@ def _add_flag(target: Any, name: str, field: FieldInfo) -> None:
     metadata = (*getattr(annotation, "__metadata__", ()), *field.metadata)
     kind = getattr(annotation, "__origin__", annotation)
     words = tuple(word for part in get_args(field.annotation) if get_origin(part) is Literal for word in get_args(part))
-    checks = (
-        replace(item, words=words) if isinstance(item, Number) else item
-        for item in metadata
-        if isinstance(item, Number) or item in CHECKS
-    )
-    options |= {"type": next(checks, kind), "metavar": place.metavar if place else METAVARS[kind]}
+    numbers = (replace(item, words=words) for item in metadata if isinstance(item, Number))
+    options["type"] = path if kind is Path else next(numbers, kind)
+    options["metavar"] = place.metavar if place else METAVARS[kind]
     target.add_argument(name if place else f"--{name}", **options)
 
 

@@ -19,7 +19,8 @@ from typing import Any, NoReturn
 from gradwire.base.errors import DONE, BadInput, did_you_mean, unknown
 from gradwire.base.extras import missing
 from gradwire.base.failures import CHECK, clear_failure, is_rank, reader_left, refuse_again, write_failure
-from gradwire.base.flags import COUNT, check_numbers, check_paths, writable
+from gradwire.base.files import check_folder
+from gradwire.base.flags import COUNT, check_numbers, check_paths
 
 LOCAL_RANK = re.compile(r"--local[-_]rank=\d+")  # as `torch.distributed.launch` passes it
 
@@ -184,5 +185,8 @@ class Command:
         return code
 
     def output_folder(self) -> Path | None:
-        """Return the folder of the verb's outputs, checked; None if it has none."""
-        return writable(self.module.beside(self.arguments)) if hasattr(self.module, "beside") else None
+        """Return the folder of the verb's outputs, created and checked; None if it has none."""
+        folder: Path | None = self.module.beside(self.arguments) if hasattr(self.module, "beside") else None
+        if folder is not None:
+            check_folder(folder)
+        return folder

@@ -19,7 +19,7 @@ from gradwire.attribution.options import Count, PartOptions, Projection, RowType
 from gradwire.attribution.query.influence import LEARNING_RATE
 from gradwire.base.errors import BadInput
 from gradwire.base.files import check_sums, read_object, whole, write_json
-from gradwire.base.flags import RANKS, output_folder
+from gradwire.base.flags import RANKS
 from gradwire.base.strict import to_flags
 from gradwire.bench.command import Command
 from gradwire.lm.data.defaults import CHAT_FORMAT, LENGTH, SKIP_INVALID, ChatFormat
@@ -50,7 +50,7 @@ class Options(PartOptions):
     chat_format: ChatFormat | None = Field(None, description=CHAT_FORMAT)
     skip_invalid: bool = Field(False, description=SKIP_INVALID)
     num_gpus: Annotated[int, RANKS] = Field(1, description="number of ranks that collect")
-    output_dir: Annotated[Path, output_folder] = Field(description=f"folder for {TOP}, {RESULT} and the gradients")
+    output_dir: Path = Field(description=f"folder for {TOP}, {RESULT} and the gradients")
 
     @model_validator(mode="after")
     def _check_files(self) -> Self:

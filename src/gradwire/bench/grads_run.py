@@ -15,7 +15,7 @@ from gradwire.attribution.store import provenance
 from gradwire.attribution.store.aggregate import check_asked
 from gradwire.base.errors import BadInput
 from gradwire.base.files import read_yaml
-from gradwire.base.flags import NATURAL, RANKS, output_folder
+from gradwire.base.flags import NATURAL, RANKS
 from gradwire.base.strict import checked, to_flags
 from gradwire.bench.command import Command
 
@@ -29,7 +29,7 @@ class Options(PartOptions):
         "for `grads validate`, `launcher: NAME` for `gradwire launch`, and `train: OPTIONS` to run `gradwire train "
         "OPTIONS` first; required without --skip_training",
     )
-    output_dir: Annotated[Path, output_folder] = Field(description="the collection folder")
+    output_dir: Path = Field(description="the collection folder")
     num_gpus: Annotated[int, RANKS] | None = Field(
         None, description="number of ranks for training and collection (default: 1; with --skip_training, as collected)"
     )

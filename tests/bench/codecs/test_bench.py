@@ -106,7 +106,6 @@ def test_what_is_no_gradient_is_refused(tmp_path, capsys, kind):
         (["--min_run_time", "0"], "--min_run_time is 0.0; it must be above 0"),
         (["--methods", "int9"], "unknown compressor 'int9'. Did you mean 'int8'"),
         (["--methods", "int8+int8"], "a chain is sparsifier+quantizer"),
-        (["--json", "."], "--json: . is a folder; give a file."),
     ],
 )
 def test_bad_arguments_end_with_2_before_anything_is_measured(capsys, words, message):

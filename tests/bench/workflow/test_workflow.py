@@ -292,13 +292,3 @@ def test_a_bad_configuration_is_refused_when_it_is_read(checkout):
     assert done.returncode != 0
     assert "unknown compressor 'int7'" in done.stdout and "Did you mean 'int8'" in done.stdout
     checkout.configure(SMALL)
-
-
-def test_a_configuration_is_read_strictly_before_anything_follows_its_aliases(checkout):
-    checkout.configure(SMALL)
-    lines = ["a0: &a0 [x, x]", *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 9))]
-    with (checkout.folder / "experiment.yaml").open("a") as file:
-        file.write("\n".join(lines))
-    done = checkout.snakemake("-n")
-    assert done.returncode != 0 and "more than 100,000 values" in done.stdout
-    checkout.configure(SMALL)

@@ -24,7 +24,7 @@ from gradwire.attribution.options import (
     SampleOptions,
 )
 from gradwire.base.errors import BadInput
-from gradwire.base.flags import LORA_RANK, SEED, output_folder
+from gradwire.base.flags import LORA_RANK, SEED
 from gradwire.base.rank_env import RankOptions, rank_options
 
 if TYPE_CHECKING:
@@ -81,9 +81,7 @@ class Collection(RowOptions, ModuleOptions, PrecisionOptions, PartOptions, Sampl
 class Options(Collection):
     """Flags of ``gradwire grads collect``."""
 
-    output_path: Annotated[Path, output_folder] = Field(
-        description="the collection folder; rank_<r>/dim<D>/ is written there"
-    )
+    output_path: Path = Field(description="the collection folder; rank_<r>/dim<D>/ is written there")
 
 
 def beside(options: Options) -> Path:

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from gradwire.attribution.options import Count, LossOptions, ModuleOptions, SampleOptions
 from gradwire.attribution.query.curvature import DAMPING
-from gradwire.base.flags import NOT_NEGATIVE, output_folder
+from gradwire.base.flags import NOT_NEGATIVE
 from gradwire.base.rank_env import Device
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class Options(LossOptions, ModuleOptions, SampleOptions):
     """Flags of ``gradwire grads factors``."""
 
-    output_dir: Annotated[Path, output_folder] = Field(description="folder for the factors")
+    output_dir: Path = Field(description="folder for the factors")
     damping: Annotated[float, NOT_NEGATIVE] = Field(
         DAMPING, description="added to a parameter's curvature, in units of its mean"
     )

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from gradwire.attribution.options import Count, GradMethod, LossOptions, RowStrategy, SampleOptions
 from gradwire.base.errors import BadInput, CheckFailed, NonFiniteGradient, RunFault
-from gradwire.base.flags import NATURAL, SEED, output_folder
+from gradwire.base.flags import NATURAL, SEED
 from gradwire.base.rank_env import RankOptions, rank_options
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ PRELOAD = ("gradwire.lm.models.saved", "gradwire.attribution.persample.norms")  
 class Options(LossOptions, SampleOptions, RankOptions):
     """Flags of ``gradwire norms``."""
 
-    output_dir: Annotated[Path, output_folder] = Field(description=f"folder for {FILE}")
+    output_dir: Path = Field(description=f"folder for {FILE}")
     distribution: Literal["auto", "replicated", "distributed"] = Field(
         "auto",
         description="distributed (auto on several ranks): each rank has its own samples and sums over all layers; "

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from pydantic import Field
@@ -29,7 +29,6 @@ from gradwire.attribution.options import (
 )
 from gradwire.base.errors import BadInput, NonFiniteGradient
 from gradwire.base.files import read_object, whole, write_json
-from gradwire.base.flags import output_folder
 from gradwire.base.rank_env import RankOptions, rank_options
 from gradwire.lm.data.defaults import Split
 
@@ -62,7 +61,7 @@ class Options(LossOptions, ModuleOptions, PrecisionOptions, SampleOptions, RankO
     lora_dir: Path | None = Field(None, description="use the gradients of this LoRA adapter")
     batch_size: Count | None = Field(None, description="samples per forward pass (default: by free memory)")
     save_interval: Count = Field(1024, description="samples between two saves, from which a killed call resumes")
-    output_dir: Annotated[Path, output_folder] = Field(description=f"folder for {MATRIX}, {SCORES} and {SETTINGS}")
+    output_dir: Path = Field(description=f"folder for {MATRIX}, {SCORES} and {SETTINGS}")
 
 
 def beside(options: Options) -> Path:

@@ -13,7 +13,7 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -21,7 +21,7 @@ from gradwire.attribution.options import Count, Metric
 from gradwire.attribution.query.curvature import CurvatureOptions, solver
 from gradwire.base.errors import BadInput
 from gradwire.base.files import check_sums, read_object, whole, write_json
-from gradwire.base.flags import POSITIVE, output_folder
+from gradwire.base.flags import POSITIVE
 
 if TYPE_CHECKING:
     import numpy as np
@@ -59,9 +59,7 @@ class Options(CurvatureOptions):
     matrix: bool = Field(False, description=f"also write the score of each pair: {MATRIX}")
     top_k: Count = Field(100, description="number of samples to select")
     corpus: Path | None = Field(None, description="corpus file; adds the selected samples' documents")
-    output_dir: Annotated[Path, output_folder] = Field(
-        description="folder for scores.parquet, top.jsonl, influence.json"
-    )
+    output_dir: Path = Field(description="folder for scores.parquet, top.jsonl, influence.json")
 
     @model_validator(mode="after")
     def _check_subtasks(self) -> Self:

@@ -10,7 +10,7 @@ import json
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -18,7 +18,6 @@ from gradwire.attribution.options import Count, Metric, PlaceOptions, SampleOpti
 from gradwire.attribution.query.curvature import CurvatureOptions
 from gradwire.attribution.store.provenance import PLACES
 from gradwire.base.files import write_json
-from gradwire.base.flags import output_folder
 from gradwire.lm.data.defaults import Split
 
 if TYPE_CHECKING:
@@ -63,7 +62,7 @@ class Options(StoreOptions):
     metric: Metric = Field("cosine", description="similarity of two gradients")
     top_k: Count = Field(10, description="number of samples to find")
     as_json: bool = Field(False, alias="json", description="print the result as JSON instead of a table")
-    output_dir: Annotated[Path, output_folder] | None = Field(None, description=f"also write {RESULT} there")
+    output_dir: Path | None = Field(None, description=f"also write {RESULT} there")
 
     @model_validator(mode="after")
     def _check_query(self) -> Self:

@@ -17,16 +17,14 @@ from gradwire.attribution.options import Count, PartOptions
 from gradwire.attribution.store import provenance
 from gradwire.attribution.store.provenance import EXPORTS, NORMALIZED, Provenance
 from gradwire.base.errors import BadInput
-from gradwire.base.flags import RANKS, output_folder
+from gradwire.base.flags import RANKS
 
 
 class Options(PartOptions):
     """Flags of ``gradwire grads aggregate``."""
 
     base_path: Path = Field(description="the collection folder, with rank_<r>/dim<D>/")
-    output_dir: Annotated[Path, output_folder] | None = Field(
-        None, description="where to write dim<D>/, or dim<D> itself (default: --base_path)"
-    )
+    output_dir: Path | None = Field(None, description="where to write dim<D>/, or dim<D> itself (default: --base_path)")
     num_gpus: Annotated[int, RANKS] | None = Field(
         None, description="ranks that collected (default: from collect.json)"
     )

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from gradwire.base.flags import Positional, output_folder
+from gradwire.base.flags import Positional
 from gradwire.base.strict import Strict
 
 
@@ -17,9 +17,7 @@ class Options(Strict):
 
     first: Annotated[Path, Positional("A")] = Field(description="the first experiment's folder, results/<name>")
     second: Annotated[Path, Positional("B")] = Field(description="the second one's: differences are of B from A")
-    tables: Annotated[Path, output_folder] | None = Field(
-        None, description="folder for the tables too, as CSV, LaTeX and Markdown"
-    )
+    tables: Path | None = Field(None, description="folder for the tables too, as CSV, LaTeX and Markdown")
     as_json: bool = Field(False, alias="json", description="print the differences of each quantity as JSON")
 
 

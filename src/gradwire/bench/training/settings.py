@@ -10,7 +10,7 @@ from pydantic import Field
 
 from gradwire.base.errors import BadInput
 from gradwire.base.files import digest, parse_json, read_json
-from gradwire.base.flags import NATURAL, RANKS, SEED, output_folder
+from gradwire.base.flags import NATURAL, RANKS, SEED
 from gradwire.base.rank_env import RankEnvOptions
 from gradwire.base.source_digest import source_digest
 from gradwire.base.strict import Strict
@@ -50,7 +50,7 @@ class Options(CorpusOptions, Training, RankEnvOptions):
     """Flags of ``gradwire train``."""
 
     data_path: Path = Field(description="a shards folder, or a corpus file (JSON or .jsonl)")
-    output_dir: Annotated[Path, output_folder] = Field(description="the run's folder")
+    output_dir: Path = Field(description="the run's folder")
     model: str = Field("tiny", description=f"{presets.MEANING}; or options as JSON: architecture, ...")
     strategy: StrategyName = Field("fsdp2", description="data-parallel strategy")
     islands: Annotated[int, RANKS] = Field(1, description="islands of ranks, for strategy hsdp or a link between them")

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from gradwire.base.flags import COUNT, FRACTION, output_folder
+from gradwire.base.flags import COUNT, FRACTION
 from gradwire.base.strict import Strict
 from gradwire.lm.data.defaults import (
     CHAT_FORMAT,
@@ -26,7 +26,7 @@ class Options(Strict):
     """Flags of ``gradwire tokenize``."""
 
     data_path: Path = Field(description="corpus: a JSON array or .jsonl")
-    output_dir: Annotated[Path, output_folder] = Field(description="gets tokenizer/, shards/{train,val}/")
+    output_dir: Path = Field(description="gets tokenizer/, shards/{train,val}/")
     tokenizer: str = Field("bpe", description="bpe: train byte-level BPE; else a folder such as GPT-2's")
     vocab_size: Annotated[int, VOCABULARY] = Field(VOCAB_SIZE, description="vocabulary size of bpe")
     max_length: Annotated[int, LENGTH] = Field(MAX_LENGTH, description="maximum tokens per sample")

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
 from gradwire.base.errors import BadInput, unknown
-from gradwire.base.files import check_length
+from gradwire.base.files import check_regular
 from gradwire.base.plugins import Plugins
 from gradwire.lm.data.document import Document
 
@@ -104,7 +104,7 @@ def build(name: str, options: Mapping[str, Any]) -> Source:
         raise BadInput(f"{where}: {problem['msg'].removeprefix('Value error, ')}.") from None
     for key in kind.model_fields:
         if isinstance(path := getattr(made, key), Path):
-            check_length(path, key)
+            check_regular(path, key)
     return made
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gradwire.base.errors import BadInput
-from gradwire.base.files import check_input, parse_json, read_yaml
+from gradwire.base.files import check_regular, parse_json, read_yaml
 from gradwire.base.plugins import Plugins
 
 MEANING = "a preset (micro, tiny, small, llama-small, 62m), or a folder with a model or its config.json"
@@ -29,7 +29,7 @@ def options(model: str) -> dict[str, Any] | None:
     """
     if model.lstrip().startswith("{"):
         return inline(model)
-    check_input(Path(model), "--model")
+    check_regular(Path(model), "--model")
     if Path(model).is_dir():
         return None
     PRESETS.check(model)
