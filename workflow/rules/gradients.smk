@@ -78,7 +78,7 @@ if EXPERIMENT.gradients is not None:
             gpu=one_gpu,
         params:
             source=source_digest(
-                "gradwire.bench.launch.launch", "gradwire.attribution.store.validate"
+                "gradwire.bench.launch.launch", "gradwire.attribution.collect.validate"
             ),
             folder=subpath(output[0], parent=True),
             flags=to_flags(EXPERIMENT.gradients, "dim", "recompute"),

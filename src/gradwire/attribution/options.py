@@ -27,6 +27,7 @@ GradMethod = Literal["auto", "loop", "vmap", "hooks"]
 RowStrategy = Literal["ddp", "fsdp2"]
 Metric = Literal["cosine", "dot"]
 Count = Annotated[int, COUNT]
+DAMPING = 0.1  # of a curvature, in units of its mean
 PROJECTION: Projection = "sjlt"
 PROJECTION_OF_MODULES: Projection = "rademacher"  # not all projections have rows of modules: `projections.OF_PARTS`
 

@@ -26,12 +26,12 @@ VERBS = {
         "gradwire.attribution.collect.collect", "collect projected per-sample gradients with their sample ids"
     ),
     "grads aggregate": Verb("gradwire.attribution.store.aggregate", "merge the ranks' gradients into one matrix"),
-    "grads validate": Verb("gradwire.attribution.store.validate", "check that row i is the gradient of sample id i"),
+    "grads validate": Verb("gradwire.attribution.collect.validate", "check that row i is the gradient of sample id i"),
     "grads influence": Verb(
         "gradwire.attribution.query.influence", "rank training samples by their influence on validation samples"
     ),
     "grads score": Verb(
-        "gradwire.attribution.collect.score", "score every sample for a few queries in one pass, without storing rows"
+        "gradwire.attribution.query.score", "score every sample for a few queries in one pass, without storing rows"
     ),
     "grads query": Verb(
         "gradwire.attribution.query.query", "find the samples whose gradients are nearest to that of a text"

@@ -12,7 +12,7 @@ from chat_templates import CHATML, make_tokenizer, marked, unmarked, write
 from transformers import AutoTokenizer
 
 from gradwire import cli
-from gradwire.attribution.collect import score
+from gradwire.attribution.query import score
 from gradwire.attribution.query.searcher import Searcher
 from gradwire.attribution.store import provenance, store
 from gradwire.base.errors import BadInput

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from gradwire.attribution.options import Count, LossOptions, ModuleOptions, SampleOptions
-from gradwire.attribution.query.curvature import DAMPING
+from gradwire.attribution.options import DAMPING, Count, LossOptions, ModuleOptions, SampleOptions
 from gradwire.base.flags import NOT_NEGATIVE
 from gradwire.base.rank_env import Device
 

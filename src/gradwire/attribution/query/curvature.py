@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
+from gradwire.attribution.options import DAMPING
 from gradwire.base.errors import BadInput
 from gradwire.base.flags import NOT_NEGATIVE
 from gradwire.base.strict import Strict
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from gradwire.attribution.store.row_file import RowFile
 
 Solve = Callable[[NDArray[np.float64]], NDArray[np.float64]]  # rows [m, D] to H⁻¹ of each
-DAMPING = 0.1
 LEAST = 1e-12  # of the trace: a smaller pivot is rounding noise in float64
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import entry_points
 from itertools import chain, zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -28,13 +28,13 @@ from gradwire.lm.data.shards import Shards
 from gradwire.lm.data.tokenizer import chat_template
 from gradwire.lm.data.writer import split_of
 
-if TYPE_CHECKING:
-    from gradwire.attribution.collect.rows import RowMaker
-
 RECOMPUTED = 5  # times the tolerance of the gradient type, because the device may differ
 CUSTOM = "gradwire.gradient_checks"
 NAMED = 3  # problems listed per check
 PIECE_BYTES = 1 << 22  # of float32 rows at once
+
+RowsOf: TypeAlias = Callable[[Shards | Tokens, Sequence[int]], Mapping[int, Block]]
+"""The rows of some samples, by width."""
 
 
 class Check(NamedTuple):
@@ -190,14 +190,14 @@ class Audit:
         if len(ranks) == self.origin.world_size:
             self._add(name, folder, [("every row comes from a rank", _not_from(names, merged, ranks))])
 
-    def recomputed(self, maker: RowMaker, positions: Sequence[int]) -> None:
+    def recomputed(self, rows: RowsOf, positions: Sequence[int]) -> None:
         """Recompute the rows of some samples, and compare them with all their stored rows.
 
         Args:
-            maker: Computes float32 rows; `least_deviation` knows what other types lose.
+            rows: Computes float32 rows; `least_deviation` knows what other types lose.
             positions: The samples.
         """
-        again = maker.blocks(self.shards, positions)
+        again = rows(self.shards, positions)
         places = {id_: row_of_sample for block in again.values() for row_of_sample, id_ in enumerate(block.ids)}
         deviations = [
             (

@@ -92,7 +92,7 @@ def _audit(options: Options) -> Audit:
         drawn = random.Random(options.seed).sample(range(origin.samples), min(options.recompute, origin.samples))
         device = world.choose("auto", options.device, 1, world.detect_gpus()).device_type
         exact = origin.model_copy(update={"store": "float32"})
-        audit.recomputed(RowMaker.load(exact, torch.device(device)), sorted(drawn))
+        audit.recomputed(RowMaker.load(exact, torch.device(device)).blocks, sorted(drawn))
     return audit
 
 
