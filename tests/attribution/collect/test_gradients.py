@@ -578,16 +578,16 @@ with ExitStack() as stack:
 
 def test_aggregating_removes_what_a_killed_call_left_whatever_its_flags(alone, tmp_path):
     run = copied(alone, tmp_path / "run")
-    names = ("all_orig.pt", "all_normalized.pt", "all_orig.safetensors", "all_orig.parquet", "manifest.json")
+    names = ("all_orig.pt", "all_orig.safetensors", "all_orig.parquet", "manifest.json")
     words = [sys.executable, "-c", WRITING, *(str(run / "dim64" / name) for name in (*names, "notes.txt"))]
     killed, living = (subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(2))
     for process in (killed, living):
         assert process.stdout.readline() == b"writing\n"
     killed.kill()
     killed.communicate()
-    assert len(list((run / "dim64").glob("*.part"))) == 12
+    assert len(list((run / "dim64").glob("*.part"))) == 10
     assert cli.main(["grads", "aggregate", "--base_path", str(run), "--dim", "64"]) == 0
-    assert len(list((run / "dim64").glob("*.part"))) == 7, "those of the living one, and notes.txt, no file of the verb"
+    assert len(list((run / "dim64").glob("*.part"))) == 6, "those of the living one, and notes.txt, no file of the verb"
     living.communicate()
     assert living.returncode == 0
     assert len(list((run / "dim64").glob("*.part"))) == 1
@@ -802,7 +802,7 @@ def test_merging_orders_by_the_data_and_checks_duplicates(tmp_path, monkeypatch)
 def test_rows_are_read_and_written_piece_by_piece_in_torchs_own_format(pair, tmp_path):
     from safetensors.torch import load_file
 
-    words = ["--base_path", str(pair), "--output_dir", str(tmp_path / "more"), "--dim", "100", "--normalize"]
+    words = ["--base_path", str(pair), "--output_dir", str(tmp_path / "more"), "--dim", "100"]
     assert cli.main(["grads", "aggregate", *words, "--export", "safetensors", "parquet"]) == 0
     folder_ = tmp_path / "more" / "dim100"
     for options_ in ({"mmap": True}, {}):
@@ -812,10 +812,8 @@ def test_rows_are_read_and_written_piece_by_piece_in_torchs_own_format(pair, tmp
     table = pq.read_table(folder_ / "all_orig.parquet")
     assert table["sample_id"].to_pylist() == store.read_ids(folder_ / "all_ids.pkl")
     assert torch.equal(torch.tensor(table["row"].to_pylist()), rows)
-    scaled = torch.load(folder_ / "all_normalized.pt", weights_only=True)
-    torch.testing.assert_close(scaled, torch.nn.functional.normalize(rows))
     manifest = json.loads((folder_ / "manifest.json").read_text())
-    assert len(manifest["sha256"]) == 6
+    assert len(manifest["sha256"]) == 5
     assert manifest["sha256"] == {name: sha256_file(folder_ / name) for name in manifest["sha256"]}
     file = RowFile(folder_ / "all_orig.pt")
     for positions in ([3], [0, 10], [7, 2, 2, 9], list(range(11))):
@@ -845,7 +843,7 @@ def test_aggregating_refuses_what_the_run_has_not(unmerged_pair, tmp_path, capsy
 def test_aggregating_refuses_altered_rows_and_leaves_no_file_of_an_earlier_call(run, tmp_path, capsys):
     made = tmp_path / "made" / "dim64"
     words = ["grads", "aggregate", "--base_path", str(run), "--output_dir", str(made), "--dim", "64"]
-    assert cli.main([*words, "--normalize", "--export", "parquet"]) == 0
+    assert cli.main([*words, "--export", "parquet"]) == 0
     assert cli.main(words) == 0
     assert {path.name for path in made.iterdir()} == {
         *(path.name for path in store.all_names(made)),
@@ -1099,15 +1097,16 @@ def edit_loss(run):
     return run / "dim64" / "all_meta.parquet"
 
 
-def alter_normalized(run):
-    assert cli.main(["grads", "aggregate", "--base_path", str(run), "--dim", "64", "--normalize"]) == 0
-    path = run / "dim64" / "all_normalized.pt"
-    torch.save(merged(run).rows.clone(), path)
+def alter_export(run):
+    words = ["grads", "aggregate", "--base_path", str(run), "--dim", "64", "--export", "safetensors"]
+    assert cli.main(words) == 0
+    path = run / "dim64" / "all_orig.safetensors"
+    path.write_bytes(path.read_bytes()[::-1])
     return path
 
 
-def unlisted_normalized(run):
-    path = run / "dim64" / "all_normalized.pt"
+def unlisted_export(run):
+    path = run / "dim64" / "all_orig.parquet"
     shutil.copy(run / "dim64" / "all_orig.pt", path)
     return path
 
@@ -1137,8 +1136,8 @@ def number_as_string(run):
 FAULTS = {  # by the check that finds it
     extra_rank: "no folders of other ranks or widths",
     edit_loss: "row i belongs to id i",
-    alter_normalized: "the manifest matches",
-    unlisted_normalized: "the manifest matches",
+    alter_export: "the manifest matches",
+    unlisted_export: "the manifest matches",
     unlisted_file: "the manifest matches",
     save_with_offset: "files readable, counts equal, rows finite",
     number_as_string: "the manifest matches",

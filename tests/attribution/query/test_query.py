@@ -318,7 +318,7 @@ def a_file_elsewhere(path):
 
 
 def unlisted_copy(path):
-    shutil.copy(path / "all_orig.pt", path / "all_normalized.pt")
+    shutil.copy(path / "all_orig.pt", path / "all_orig.parquet")
     return "is not listed in"
 
 

@@ -62,7 +62,6 @@ class Collection(RowOptions, ModuleOptions, PrecisionOptions, PartOptions, Sampl
     lora_rank: Annotated[int, LORA_RANK] | None = Field(
         None, description="use the gradients of a new LoRA adapter of this rank"
     )
-    lora_seed: Annotated[int, SEED] = Field(0, description="seed of the new adapter")
     metadata: str = Field("", description="extra columns: position,document,n_tokens,n_valid,perplexity")
     restart: bool = Field(False, description="delete gradients of a different configuration in the folder")
 
@@ -140,7 +139,7 @@ def intention(options: Options, shards: Shards | Tokens, world_size: int) -> Pro
         lora.check(options.lora_dir, options.model_dir)
         adapter = lora.digest(options.lora_dir)
     elif options.lora_rank:
-        adapter = {"rank": options.lora_rank, "seed": options.lora_seed}
+        adapter = {"rank": options.lora_rank, "seed": 0}
     step_dir = options.optimizer_dir or options.lora_dir or options.model_dir
     digests = {"adam": optimizer.digest, "ekfac": ekfac.digest}
     shared = {name: getattr(options, name) for name in RowOptions.model_fields}

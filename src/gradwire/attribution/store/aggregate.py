@@ -15,7 +15,7 @@ from pydantic import Field
 
 from gradwire.attribution.options import Count, PartOptions
 from gradwire.attribution.store import provenance
-from gradwire.attribution.store.provenance import EXPORTS, NORMALIZED, Provenance
+from gradwire.attribution.store.provenance import EXPORTS, Provenance
 from gradwire.base.errors import BadInput
 from gradwire.base.flags import RANKS
 
@@ -29,7 +29,6 @@ class Options(PartOptions):
         None, description="ranks that collected (default: from collect.json)"
     )
     dim: Count = Field(description="columns per row")
-    normalize: bool = Field(False, description="also write all_normalized.pt, with rows of norm 1")
     export: tuple[Literal["safetensors", "parquet"], ...] = Field(
         (), description="also write the rows as all_orig.<format>"
     )
@@ -78,7 +77,8 @@ def main(options: Options) -> None:
     if merged_before:
         earlier = provenance.read_manifest(merged_names.rows.parent)
         duplicates, deviation = earlier.duplicates, earlier.duplicates_deviation
-    checksums = write(merged, names, further(options), move=in_place and (options.discard_parts or merged_before))
+    exports = [target(options) / EXPORTS[kind] for kind in options.export]
+    checksums = write(merged, names, exports, move=in_place and (options.discard_parts or merged_before))
     made = provenance.Manifest(
         **origin.model_dump(),
         dim=options.dim,
@@ -94,12 +94,6 @@ def main(options: Options) -> None:
             store.discard_blocks(store.rank_folder(options.base_path, rank, options.dim))
             store.rank_names(options.base_path, rank, options.dim).rows.unlink(missing_ok=True)
     print(f"{len(merged.ids)} rows of {options.dim} from {origin.world_size} ranks in {target(options)}")
-
-
-def further(options: Options) -> list[Path]:
-    """Return the optional files that a call writes."""
-    names = [NORMALIZED] * options.normalize + [EXPORTS[kind] for kind in options.export]
-    return [target(options) / name for name in names]
 
 
 def check_asked(origin: Provenance, collection: Path, num_gpus: int | None, dims: Sequence[int]) -> None:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gradwire.attribution.store import row_file, store
-from gradwire.attribution.store.provenance import FURTHER, NORMALIZED, Provenance
+from gradwire.attribution.store.provenance import EXPORTS, Provenance
 from gradwire.attribution.store.row_file import NUMPY, BoundRows, Raw
 from gradwire.attribution.store.row_types import least_deviation
 from gradwire.attribution.store.store import Block, Names
@@ -203,31 +203,31 @@ def named(ids: Set[str]) -> str:
     return f"{some} ({len(ids)} in all)"
 
 
-def write(merged: Merged, names: Names, further: Sequence[Path] = (), *, move: bool = False) -> dict[str, str]:
+def write(merged: Merged, names: Names, exports: Sequence[Path] = (), *, move: bool = False) -> dict[str, str]:
     """Write the merged rows to all files in one pass, then their table and ids; return each file's checksum.
 
     Args:
         merged: The rows.
         names: The files of the block.
-        further: Optional files to write: of `provenance.FURTHER`.
+        exports: Further files to write: of `provenance.EXPORTS`.
         move: Whether to rename a source's file, if it has the merged rows in their order, instead of copying it.
     """
-    for name in (names.rows.name, *FURTHER):  # left by a killed call with other flags
+    for name in (names.rows.name, *EXPORTS.values()):  # left by a killed call with other flags
         remove_leftovers(names.rows.with_name(name))
     move = move and merged.in_order
     with ExitStack() as stack:
         codec = merged.sources[0].codec
-        writers = {path: stack.enter_context(row_file.writer(path, merged.shape, merged.ids)) for path in further}
+        writers = {path: stack.enter_context(row_file.writer(path, merged.shape, merged.ids)) for path in exports}
         rows = None if move else stack.enter_context(row_file.tensor_writer(names.rows, merged.shape, codec.name))
         for chunk in merged.chunks():
             if rows is not None:
                 rows.append(chunk)
             decoded = merged.sources[0].decoded(chunk) if writers else chunk
-            for path, writer in writers.items():
-                writer.append(row_file.normalized(decoded) if path.name == NORMALIZED else decoded)
+            for writer in writers.values():
+                writer.append(decoded)
     store.write_metadata(names, merged.meta, merged.ids)
     if move:
         merged.sources[0].path.replace(names.rows)
     streams = [*writers.items(), (names.rows, rows)]
     checksums = {path: raw.sha256.hexdigest() for path, raw in streams if isinstance(raw, Raw)}
-    return {path.name: checksums.get(path) or sha256_file(path) for path in [*names, *further]}
+    return {path.name: checksums.get(path) or sha256_file(path) for path in [*names, *exports]}

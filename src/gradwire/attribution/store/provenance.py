@@ -23,9 +23,7 @@ PLACES = ("model_dir", "data_path", "optimizer_dir", "lora_dir", "corpus")  # ma
 LATER = ("chat_format", "of_modules", "bf16")  # fields that stores of this format did not always have
 FOUND = ("fingerprints", "computed_by", "modules")  # known only once the model is loaded
 FILES = ("all_orig.pt", "all_ids.pkl", "all_meta.parquet")  # of `store.all_names`
-NORMALIZED = "all_normalized.pt"
 EXPORTS = {"safetensors": "all_orig.safetensors", "parquet": "all_orig.parquet"}
-FURTHER = (NORMALIZED, *EXPORTS.values())
 # Largest difference between two computations of a row, relative to its norm: float32 sums in different order, with a
 # wide margin. Adam may divide by rounding noise, and signs may flip for entries near the noise level.
 TOLERANCE = {"sgd": 1e-4, "adam": 5e-3, "sign": 1e-2, "ekfac": 1e-2}
@@ -246,7 +244,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write the manifest, and delete optional files of an earlier one that it does not list."""
-    for name in set(FURTHER) - set(manifest.sha256):
+    for name in {*EXPORTS.values()} - set(manifest.sha256):
         (folder / name).unlink(missing_ok=True)
     write_json(folder / MANIFEST, manifest.model_dump())
 
@@ -260,7 +258,7 @@ def differing(folder: Path, manifest: Manifest, known: Mapping[str, str] | None 
         known: Checksums of files that need not be read; None: of no file.
     """
     known = known or {}
-    there = {name for name in FURTHER if (folder / name).exists()}
+    there = {name for name in EXPORTS.values() if (folder / name).exists()}
     unnamed = sorted({*FILES, *there} - set(manifest.sha256))
     if elsewhere := [name for name in manifest.sha256 if Path(name).name != name]:
         return [f"{folder / MANIFEST} lists {elsewhere[0]!r}, which is not the name of a file in that folder"]

@@ -228,21 +228,13 @@ def parquet_writer(path: Path, shape: tuple[int, int], ids: Sequence[str]) -> It
 
 
 def writer(path: Path, shape: tuple[int, int], ids: Sequence[str]) -> AbstractContextManager[Raw | Columns]:
-    """Open a writer of float32 rows in the format that the file's name states, of `provenance.FURTHER`."""
+    """Open a writer of float32 rows in the format that the file's name states, of `provenance.EXPORTS`."""
     if path.suffix == ".parquet":
         return parquet_writer(path, shape, ids)
-    if path.suffix == ".pt":
-        return tensor_writer(path, shape)
     data = {"dtype": "F32", "shape": list(shape), "data_offsets": [0, shape[0] * shape[1] * FLOAT]}
     header = json.dumps({"rows": data}).encode()
     header += b" " * (-len(header) % 8)
     return raw_writer(path, struct.pack("<Q", len(header)) + header)
-
-
-def normalized(rows: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Scale rows to norm 1; zero rows stay zero."""
-    norms = np.linalg.norm(rows.astype(np.float64), axis=1, keepdims=True)
-    return (rows / np.where(norms == 0, 1, norms)).astype(np.float32)
 
 
 def _allocate(path: Path, rows: int, codec: RowCodec) -> None:
