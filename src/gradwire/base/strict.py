@@ -11,14 +11,15 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, wraps
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError, create_model
 from pydantic.fields import FieldInfo
+from pydantic_core import CoreSchema, core_schema
 
 from gradwire.base.errors import BadInput, unknown
 from gradwire.base.flags import Number, Positional, path
@@ -62,6 +63,19 @@ def checked(model: type[Model], value: Any, where: str) -> Model:
     except ValidationError as error:
         problems = explain(model, error)
         raise BadInput(f"{where}: {problems}." if where else f"{problems}.") from None
+
+
+@dataclass(frozen=True)
+class Matching:
+    """In an `Annotated`: text that matches a pattern as a whole; a message says that it must be ``form``."""
+
+    pattern: str
+    form: str
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """The schema of ``source`` with the pattern, and the message."""
+        schema = {**handler(source), "pattern": f"^{self.pattern}$"}
+        return core_schema.custom_error_schema(schema, "matching", custom_error_message=f"must be {self.form}")
 
 
 def checked_arguments(function: Callable[P, R]) -> Callable[P, R]:
@@ -141,13 +155,9 @@ def _explain(model: type[BaseModel], problem: Any) -> str:
     shown = short(json.dumps(given, default=str))
     if kind in EXPECTED:
         return f"{place} {EXPECTED[kind]}, got {shown}".lstrip()
-    if kind == "string_pattern_mismatch" and "links" in problem["loc"]:
-        return f"{place} must be a rate such as 100mbit, or none, or between-100mbit for islands, got {shown}"
-    if kind == "string_pattern_mismatch":
-        return f"{place} must be made of letters, digits and . _ + - and start with a letter or digit, got {shown}"
-    message = problem["msg"].removeprefix("Value error, ").rstrip(".")
-    if message.startswith(BOUND):
-        return f"{place} must be {message.removeprefix(BOUND)}, got {shown}"
+    message = problem["msg"].removeprefix("Value error, ").replace(BOUND, "must be ").rstrip(".")
+    if message.startswith("must be "):
+        return f"{place} {message}, got {shown}"
     named = isinstance(given, Mapping) or message.startswith("unknown ")  # the message has the value already
     where = f"{place}: " if place else ""
     return f"{where}{message}, got {shown}" if place and not named else f"{where}{message}"

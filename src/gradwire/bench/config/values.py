@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from gradwire.base.errors import BadInput
 from gradwire.base.flags import COUNT, NATURAL, RANKS, SEED
-from gradwire.base.strict import Strict
+from gradwire.base.strict import Matching, Strict
 from gradwire.base.units import UNSHAPED
 from gradwire.comm.topology import BETWEEN, STRATEGIES, link_of_classes, link_rate
 from gradwire.lm.models import presets
@@ -18,9 +18,15 @@ SCHEMA_VERSION = 1  # of record.json and results.jsonl
 BASELINE = "none"  # the label of the framework's own reduction in fp32
 
 Precision = Literal["fp32", "bf16"]
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$", max_length=100)]  # becomes a folder
+NAME = Matching(
+    r"[A-Za-z0-9][A-Za-z0-9._+-]*",
+    "made of letters, digits and . _ + -, start with a letter or digit and have at most 100 characters",
+)
+Name = Annotated[str, Field(max_length=100), NAME]  # becomes a folder
 RATE = r"\d+(\.\d+)?[kmgt]?bit"  # as tc spells it
-LinkName = Annotated[str, Field(pattern=rf"^({UNSHAPED}|({BETWEEN})?{RATE})$")]
+LINK_RATE = Matching(RATE, "a rate such as 100mbit")
+LINK = Matching(rf"({UNSHAPED}|({BETWEEN})?{RATE})", "a rate such as 100mbit, or none, or between-100mbit for islands")
+LinkName = Annotated[str, LINK]
 Count = Annotated[int, COUNT]
 Natural = Annotated[int, NATURAL]
 Seed = Annotated[int, SEED]
@@ -62,7 +68,7 @@ class LinkClasses(Strict):
     """A link by class."""
 
     inside: Literal["none"] = Field("none", description="between ranks of an island, which share an interface")
-    between: Annotated[str, Field(pattern=f"^{RATE}$")] = Field(description="rate of the cable of each island")
+    between: Annotated[str, LINK_RATE] = Field(description="rate of the cable of each island")
 
 
 Link = Annotated[LinkName, AfterValidator(_rate), BeforeValidator(_link, json_schema_input_type=LinkName | LinkClasses)]
