@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import sys
+import sysconfig
+import warnings
 from collections.abc import Sequence
-from typing import NoReturn
+from pathlib import Path
+from typing import NoReturn, TextIO
 
 from gradwire import __version__
-from gradwire.base import library_warnings, parent_watch
+from gradwire.base import parent_watch
 from gradwire.base.errors import BAD_INPUT, DONE, FAULT
 from gradwire.base.extras import missing
 from gradwire.base.failures import (
@@ -22,9 +26,13 @@ from gradwire.base.failures import (
     where,
 )
 from gradwire.base.flags import check_words
+from gradwire.base.source_digest import PACKAGE
 from gradwire.bench.command import Command, verb_of
 from gradwire.bench.launch import links
 from gradwire.bench.verbs import VERBS
+
+LIBRARIES = tuple({Path(sysconfig.get_path(kind)) for kind in ("purelib", "platlib")})
+FROM_TORCH = "(Triggered internally at "  # in a warning of torch's C++ code, which names the Python file that called it
 
 
 def main(words: Sequence[str]) -> int:
@@ -63,12 +71,41 @@ def usage() -> str:
     )
 
 
+def silence_libraries() -> None:
+    """Print no warnings of libraries; those of gradwire and of the user's modules stay.
+
+    Every rank runs the same code, so rank 0 prints the warnings of libraries for all.
+    """
+    logging.disable(logging.WARNING)
+    show = warnings.showwarning
+
+    def showwarning(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        if not _of_library(str(message), Path(filename)):
+            show(message, category, filename, lineno, file, line)
+
+    warnings.showwarning = showwarning
+
+
+def _of_library(message: str, file: Path) -> bool:
+    """Whether a warning is of an installed library other than gradwire."""
+    if file.is_relative_to(PACKAGE):
+        return FROM_TORCH in message
+    return any(file.is_relative_to(folder) for folder in LIBRARIES)
+
+
 def entry() -> NoReturn:
     """The console script."""
     links.join()
     parent_watch.watch()
     if os.environ.get("RANK", "0") != "0":
-        library_warnings.silence()
+        silence_libraries()
     code = main(sys.argv[1:])
     if nobody_reads():  # what is still to be written has no place to go
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -29,7 +29,6 @@ from gradwire.attribution.collect.methods import (
     looped_rows,
     resolved,
 )
-from gradwire.attribution.persample import checkpointing
 from gradwire.attribution.persample.batch import (
     PerSample,
     n_targets,
@@ -136,7 +135,7 @@ class RowMaker:
         kind = types.build(provenance, model, chosen, device)
         restrict(model, chosen)
         if gradient_checkpointing:
-            checkpointing.enable(model)
+            causal.checkpoint_blocks(model)
         sharded = provenance.strategy == "fsdp2" and world is not None
         model = parallel.wrap(model, "fsdp2", device=device) if sharded else model.to(device)
         return cls(model, provenance, device, kind, batch_size, sharded)

@@ -1,16 +1,22 @@
-"""Queries of a merged store: a text's gradient, computed as the store's rows were, and the samples nearest to it."""
+"""Queries of a merged store: a text's gradient, computed as the store's rows were, and the samples nearest to it.
+
+Also the documents of samples: those of a list, and those with the highest scores.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from gradwire.attribution.options import number_of
 from gradwire.attribution.query.curvature import Solve, solver
 from gradwire.attribution.query.search import groups_of, nearest, open_store, target
 from gradwire.attribution.store.provenance import Provenance
@@ -23,7 +29,7 @@ from gradwire.lm.data import corpus as corpora
 from gradwire.lm.data import tokenization, tokenizer
 from gradwire.lm.data.chats import chosen, kind
 from gradwire.lm.data.defaults import ChatFormat
-from gradwire.lm.data.document import Document, Invalid, parse
+from gradwire.lm.data.document import Document, Invalid, content, parse
 from gradwire.lm.data.shards import Sample, Shards, chat_format_of, check
 from gradwire.lm.data.writer import encode
 from gradwire.lm.models import saved
@@ -273,3 +279,51 @@ def documents_of(ids: Sequence[str], corpus: Path) -> dict[str, Document]:
     if missing:
         raise BadInput(f"{corpus} has no document of sample {missing[0]!r} ({len(missing)} such samples).")
     return {id_: documents.get(id_) or documents[document(id_)] for id_ in ids}
+
+
+class Selected(NamedTuple):
+    """Documents of a corpus, by descending score.
+
+    Attributes:
+        documents: The documents that are selected.
+        total: How many documents have a score.
+        repeated: How many were passed over, because one before them has the same content.
+    """
+
+    documents: list[Document]
+    total: int
+    repeated: int
+
+
+def select(path: Path, scores: Mapping[str, float], top_k: str) -> Selected:
+    """Select the documents of a corpus file whose best samples have the highest scores.
+
+    Args:
+        path: The corpus file; it is read twice, as a stream.
+        scores: The score of each sample, by its id.
+        top_k: As for `number_of`, of the documents that have a score.
+
+    Raises:
+        BadInput: If a sample's document is not in the file.
+    """
+    contents = {each.id: _digest(each) for each in corpora.documents(path, skipped=Invalid())}
+    best: dict[str, float] = {}
+    for sample_id, score in scores.items():
+        id_ = sample_id if sample_id in contents else document(sample_id)
+        if id_ not in contents:
+            raise BadInput(f"{path} has no document of sample {sample_id!r}.")
+        best[id_] = max(score, best.get(id_, score))
+    wanted, chosen, repeated = number_of(top_k, len(best)), dict[bytes, str](), 0
+    for id_ in sorted(best, key=lambda id_: -best[id_]):  # equal scores in the order of the data
+        if len(chosen) == wanted:
+            break
+        repeated += contents[id_] in chosen
+        chosen.setdefault(contents[id_], id_)
+    ids = {*chosen.values()}
+    documents = {each.id: each for each in corpora.documents(path, skipped=Invalid()) if each.id in ids}
+    return Selected([documents[id_] for id_ in chosen.values()], len(best), repeated)
+
+
+def _digest(selected: Document) -> bytes:
+    """A digest of a document's content, without its id."""
+    return hashlib.blake2b(json.dumps(content(selected), sort_keys=True).encode(), digest_size=16).digest()

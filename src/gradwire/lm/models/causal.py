@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import logging
 
@@ -190,3 +193,20 @@ def not_finite(model: nn.Module) -> str | None:
     """The name of a model's first parameter that holds NaN or infinity; None if all are finite."""
     named = model.named_parameters()
     return next((name for name, weight in named if not torch.isfinite(weight.detach()).all()), None)
+
+
+def checkpoint_blocks(model: nn.Module) -> None:
+    """Recompute the activations of a model's blocks in the backward pass rather than keep them.
+
+    transformers itself does so in training only, where dropout is on.
+
+    Raises:
+        BadInput: If the model has none.
+    """
+    blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not blocks:
+        raise BadInput(
+            f"--gradient_checkpointing: {type(model).__name__} has no blocks that can be checkpointed; omit it."
+        )
+    for block in blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
