@@ -133,49 +133,49 @@ def test_a_samples_gradient_is_that_of_its_own_mean_loss():
     model = causal.build("micro", 64, 8, seed=0).double()
     batch = small_batch()
     targets = [[1, 2, 3, 4, 5], [1, 2], [2, 3]]
-    for sample, row, places in zip(loop.each(model, batch), range(3), targets, strict=True):
+    computed = loop.gradients(model, batch)
+    assert computed.n_targets.tolist() == [len(places) for places in targets]
+    assert list(computed.gradient) == [name for name, _ in model.named_parameters()]
+    for row, places in enumerate(targets):
         tokens = batch.input_ids[row]
         log_p = model(tokens[None]).logits[0].log_softmax(-1)
         loss = -sum(log_p[place - 1, tokens[place]] for place in places) / len(places)
         model.zero_grad()
         loss.backward()
-        assert sample.sample_id == "abc"[row]
-        assert sample.n_targets == len(places)
-        assert sample.loss == pytest.approx(loss.item(), rel=1e-12)
-        assert list(sample.gradient) == [name for name, _ in model.named_parameters()]
+        assert computed.loss[row].item() == pytest.approx(loss.item(), rel=1e-12)
         for name, parameter in model.named_parameters():
-            torch.testing.assert_close(sample.gradient[name], parameter.grad, rtol=1e-9, atol=1e-12)
+            torch.testing.assert_close(computed.gradient[name][row], parameter.grad, rtol=1e-9, atol=1e-12)
 
 
 def test_the_tied_embedding_has_one_gradient_with_both_of_its_uses():
     model = causal.build("micro", 64, 8, seed=0)
-    (sample, *_) = loop.each(model, small_batch())
-    assert [name for name in sample.gradient if "wte" in name or "lm_head" in name] == ["transformer.wte.weight"]
-    gradient = sample.gradient["transformer.wte.weight"]
+    computed = loop.gradients(model, small_batch()).gradient
+    assert [name for name in computed if "wte" in name or "lm_head" in name] == ["transformer.wte.weight"]
+    gradient = computed["transformer.wte.weight"][0]
     assert gradient[40].abs().sum() > 0  # never read: the output layer's part
     untied = causal.build("micro", 64, 8, seed=0)
     untied.lm_head.weight = torch.nn.Parameter(untied.lm_head.weight.detach().clone())
-    (apart, *_) = loop.each(untied, small_batch())
-    both = apart.gradient["transformer.wte.weight"] + apart.gradient["lm_head.weight"]
+    apart = loop.gradients(untied, small_batch()).gradient
+    both = apart["transformer.wte.weight"][0] + apart["lm_head.weight"][0]
     torch.testing.assert_close(gradient, both)
 
 
 def test_padding_and_batch_mates_change_no_bit_and_the_mode_is_kept():
     model = causal.build("micro", 64, 8, seed=0).train()
     batch = small_batch()
-    together = list(loop.each(model, batch))
+    together = loop.gradients(model, batch).gradient
     narrow = Batch(batch.input_ids[1:2, :3], batch.labels[1:2, :3], ["b"])
-    (single,) = loop.each(model, narrow)
-    assert all(torch.equal(single.gradient[name], together[1].gradient[name]) for name in single.gradient)
+    single = loop.gradients(model, narrow).gradient
+    assert all(torch.equal(single[name][0], together[name][1]) for name in together)
     assert model.training
 
 
 def test_frozen_parameters_have_no_gradient():
     model = causal.build("micro", 64, 8, seed=0)
     model.transformer.wte.requires_grad_(False)
-    (sample, *_) = loop.each(model, small_batch())
-    assert "transformer.wte.weight" not in sample.gradient
-    assert len(sample.gradient) == 15
+    computed = loop.gradients(model, small_batch()).gradient
+    assert "transformer.wte.weight" not in computed
+    assert len(computed) == 15
 
 
 def rounding(numel):
@@ -441,9 +441,9 @@ def test_the_rows_are_the_projected_gradients_of_the_samples(small, pair):
         for position, (id_, row, norm) in enumerate(
             zip(merged(pair, dim).ids, merged(pair, dim).rows, merged(pair, dim).meta["norm"].to_pylist(), strict=True)
         ):
-            (sample,) = loop.each(model, collate([shards[position]], 0, 1))
-            flat = torch.cat([gradient.flatten() for gradient in sample.gradient.values()])
-            assert sample.sample_id == id_
+            computed = loop.gradients(model, collate([shards[position]], 0, 1)).gradient
+            flat = torch.cat([gradient.flatten() for gradient in computed.values()])
+            assert shards[position].sample_id == id_
             assert norm == pytest.approx(flat.double().norm().item(), rel=1e-6)
             assert_same_rows(row[None], projector.project(flat[None], [dim])[dim], [norm], len(flat))
 

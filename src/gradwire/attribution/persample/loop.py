@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,22 +14,11 @@ from gradwire.attribution.persample.batch import (
     allocated,
     evaluation,
     losses_of,
+    n_targets,
     trainable,
     widened,
 )
 from gradwire.lm.data.batches import IGNORED, Batch
-
-
-class SampleGradient(NamedTuple):
-    """One sample's loss and its gradient by parameter name; a tied parameter appears under its first name.
-
-    A sample without a target has loss None and a zero gradient.
-    """
-
-    sample_id: str
-    loss: float | None
-    n_targets: int
-    gradient: dict[str, Tensor]
 
 
 def gradients(
@@ -40,53 +28,40 @@ def gradients(
     names: Collection[str] | None = None,
     out: dict[str, Tensor] | None = None,
 ) -> PerSample:
-    """Compute the per-sample gradients of a batch one sample at a time, for all trainable parameters or ``names``.
+    """Compute the gradient of each sample's loss, the mean or sum of the weighted cross-entropy over its targets.
 
-    ``out`` is where they are written, as `PerSample.gradient`; None: new tensors.
-    """
-    out = allocated(model, len(batch.labels), names) if out is None else out
-    losses, counts = [], []
-    for row, sample in enumerate(each(model, batch, reduction, names)):
-        for name, gradient in sample.gradient.items():
-            out[name][row] = gradient
-        losses.append(sample.loss or 0.0)
-        counts.append(sample.n_targets)
-    device = batch.labels.device
-    return PerSample(out, torch.tensor(losses, device=device), torch.tensor(counts, device=device))
-
-
-def each(
-    model: nn.Module, batch: Batch, reduction: Reduction = "mean", names: Collection[str] | None = None
-) -> Iterator[SampleGradient]:
-    """Yield the gradient of each sample's loss, the mean or sum of the weighted cross-entropy over its valid targets.
-
-    Each sample runs through the model alone and without padding, so the result does not depend on the batch. Dropout
-    is off while the iterator runs.
+    Each sample runs through the model alone and without padding, so the result does not depend on the batch. A tied
+    parameter appears under its first name.
 
     Args:
         model: A causal language model that returns ``logits``; on the batch's device.
         batch: Samples of any length, padded on the right.
         reduction: Mean or sum.
         names: Parameters to differentiate; None for all trainable ones.
+        out: Where the gradients are written, as `PerSample.gradient`; None: new tensors.
     """
+    out = allocated(model, len(batch.labels), names) if out is None else out
     parameters = {name: p for name, p in trainable(model).items() if names is None or name in names}
+    losses = []
     with evaluation(model):
-        for sample in batch.split(1):
-            yield _gradient(model, parameters, sample, reduction)
+        for row, sample in enumerate(batch.split(1)):
+            targets = (sample.labels[0, 1:] != IGNORED).nonzero().flatten() + 1
+            if not len(targets):
+                losses.append(torch.zeros(1, device=batch.labels.device))
+                for gradient in out.values():
+                    gradient[row] = 0
+                continue
+            loss = losses_of(model, _until(sample, int(targets[-1]) + 1), reduction)
+            losses.append(loss.detach())
+            of_sample = torch.autograd.grad(loss.sum(), list(parameters.values()), materialize_grads=True)
+            for name, gradient in zip(parameters, of_sample, strict=True):
+                out[name][row] = gradient
+    return PerSample(out, torch.cat(losses), n_targets(batch.labels))
 
 
-def _gradient(
-    model: nn.Module, parameters: dict[str, nn.Parameter], sample: Batch, reduction: Reduction
-) -> SampleGradient:
-    targets = (sample.labels[0, 1:] != IGNORED).nonzero().flatten() + 1
-    (sample_id,) = sample.sample_id
-    if not len(targets):
-        return SampleGradient(sample_id, None, 0, {name: torch.zeros_like(p) for name, p in parameters.items()})
-    end = int(targets[-1]) + 1  # attention is causal: later tokens do not affect any target
-    used = sample.of_tensors(lambda values: values[:, :end])
-    loss = losses_of(model, used, reduction).squeeze(0)
-    gradients = torch.autograd.grad(loss, list(parameters.values()), materialize_grads=True)
-    return SampleGradient(sample_id, loss.item(), len(targets), dict(zip(parameters, gradients, strict=True)))
+def _until(sample: Batch, end: int) -> Batch:
+    """The first ``end`` tokens; attention is causal, so later tokens do not affect any target before them."""
+    return sample.of_tensors(lambda values: values[:, :end])
 
 
 def of_sharded(model: nn.Module, batch: Batch, reduction: Reduction = "mean") -> Iterator[tuple[str, Tensor]]:
