@@ -13,7 +13,7 @@ from small_model import make, origin
 from transformers import AutoConfig
 
 from gradwire import cli
-from gradwire.attribution.collect import methods, rows, types
+from gradwire.attribution.collect import gradient_types, methods, rows
 from gradwire.attribution.persample import layer_factors, loop
 from gradwire.attribution.persample.batch import shapes, trainable
 from gradwire.attribution.projections import OF_PARTS, PROJECTORS, build
@@ -59,7 +59,7 @@ def test_adam_is_the_step_that_torch_would_take(small):
     moments = optimizer.load(small.model, causal.load(small.model))
     found = gradients(model)
     flat = torch.cat([gradient.flatten(1) for gradient in found.values()], 1)
-    adam = types.Adam.of(moments, shapes(model), "torch", torch.device("cpu"))
+    adam = gradient_types.Adam.of(moments, shapes(model), "torch", torch.device("cpu"))
     wide = {name: getattr(adam, name).double() for name in ("exp_avg", "exp_avg_sq", "step")}
     directions = replace(adam, **wide)(flat.clone())
     for row in range(3):
@@ -84,7 +84,7 @@ def test_the_variant_of_less_is_its_formula_whatever_betas_the_training_took(sma
     moments = optimizer.load(small.model, causal.load(small.model))
     found = gradients(model)
     flat = torch.cat([gradient.flatten(1) for gradient in found.values()], 1)
-    less = types.Adam.of(moments, shapes(model), "less", torch.device("cpu"))(flat.clone())
+    less = gradient_types.Adam.of(moments, shapes(model), "less", torch.device("cpu"))(flat.clone())
     m, v = (torch.cat([of[name].flatten() for name in found]) for of in (moments.exp_avg, moments.exp_avg_sq))
     wanted = (0.9 * m + 0.1 * flat) / torch.sqrt(0.999 * v + 0.001 * flat**2 + 1e-8)
     torch.testing.assert_close(less, wanted, rtol=1e-4, atol=1e-5)
@@ -94,14 +94,14 @@ def test_moments_go_by_name_and_must_fit(small, tmp_path):
     moments = optimizer.load(small.model, causal.load(small.model))
     of_model = shapes(causal.load(small.model))
     backwards = dict(reversed(of_model.items()))
-    one, other = (types.Adam.of(moments, of, "torch", torch.device("cpu")) for of in (of_model, backwards))
+    one, other = (gradient_types.Adam.of(moments, of, "torch", torch.device("cpu")) for of in (of_model, backwards))
     first = next(iter(of_model))
     numel = math.prod(of_model[first])
     assert torch.equal(one.exp_avg[:numel], other.exp_avg[-numel:]) and one.exp_avg[:numel].any()
     with pytest.raises(BadInput, match=r"has no moments of more\.weight"):
-        types.Adam.of(moments, {**of_model, "more.weight": (2,)}, "torch", torch.device("cpu"))
+        gradient_types.Adam.of(moments, {**of_model, "more.weight": (2,)}, "torch", torch.device("cpu"))
     with pytest.raises(BadInput, match=r"of shape .* the model's is \(3,\)"):
-        types.Adam.of(moments, {**of_model, first: (3,)}, "torch", torch.device("cpu"))
+        gradient_types.Adam.of(moments, {**of_model, first: (3,)}, "torch", torch.device("cpu"))
     (tmp_path / optimizer.FILE).write_bytes(b"no such thing")
     with pytest.raises(BadInput, match=r"optimizer\.safetensors is unusable"):
         optimizer.load(tmp_path, torch.nn.Module())
@@ -129,11 +129,11 @@ def exact(small, grad_type="sgd", loss="mean", projection="sjlt", model=None):
         found.append(torch.cat([gradient.flatten(1) for gradient in made.values()], 1))
     flat = torch.cat(found)
     if grad_type == "adam":
-        flat = types.Adam.of(
+        flat = gradient_types.Adam.of(
             optimizer.load(small.model, causal.load(small.model)), shapes(model), "torch", torch.device("cpu")
         )(flat)
     if grad_type == "sign":
-        flat = types.Sign([*shapes(model).values()])(flat)
+        flat = gradient_types.Sign([*shapes(model).values()])(flat)
     return flat, build(projection, shapes(model), 0).project(flat, [36])[36]
 
 
@@ -438,9 +438,9 @@ def test_a_batch_fits_the_free_memory(small, monkeypatch):
 
 def test_signs_of_noise_are_zero():
     g = torch.tensor([[3.0, -4e-7, 0.0, -2.0, 1e-3, -1e-3], [0.0, 0.0, 0.0, 0.0, -5e-9, 5e-9]])
-    found = types.Sign([(4,), (2,)])(g.clone())
+    found = gradient_types.Sign([(4,), (2,)])(g.clone())
     assert found.tolist() == [[1, 0, 0, -1, 1, -1], [0, 0, 0, 0, -1, 1]]
-    assert types.Sign([(2, 2), (), (1, 1)])(g.clone()).tolist()[0] == [1, 0, 0, -1, 1, -1], "row by row"
+    assert gradient_types.Sign([(2, 2), (), (1, 1)])(g.clone()).tolist()[0] == [1, 0, 0, -1, 1, -1], "row by row"
 
 
 @pytest.mark.parametrize("sharper", [1, 20])
@@ -449,7 +449,7 @@ def test_signs_are_those_of_float64_wherever_float32_is_right(sharper):
     model = causal.build("tiny", 290, 24, seed=0)
     model.transformer.ln_f.weight.data.mul_(sharper)
     found, exact = gradients(model), gradients(model.double())
-    signs = types.Sign([*shapes(model).values()])(torch.cat([of.flatten(1) for of in found.values()], 1))
+    signs = gradient_types.Sign([*shapes(model).values()])(torch.cat([of.flatten(1) for of in found.values()], 1))
     at = 0
     for name, wanted in exact.items():
         sign = signs[:, at : (at := at + wanted[0].numel())].view(wanted.shape)

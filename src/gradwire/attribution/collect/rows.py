@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from gradwire.attribution import projections
-from gradwire.attribution.collect import types
+from gradwire.attribution.collect import gradient_types
 from gradwire.attribution.collect.methods import (
     CHECKED,
     CHECKED_BF16,
@@ -84,7 +84,7 @@ class RowMaker:
         model: nn.Module,
         provenance: Provenance,
         device: torch.device,
-        kind: types.GradientType = types.sgd,
+        kind: gradient_types.GradientType = gradient_types.sgd,
         batch_size: int | None = None,
         sharded: bool = False,
     ) -> None:
@@ -132,7 +132,7 @@ class RowMaker:
                 raise BadInput(f"the LoRA adapter in {adapter} is not the one that was collected with.")
             model = lora.attach(model, model_dir, adapter=adapter)
         chosen = projections.of_modules(shapes(model), provenance.of_modules)
-        kind = types.build(provenance, model, chosen, device)
+        kind = gradient_types.build(provenance, model, chosen, device)
         restrict(model, chosen)
         if gradient_checkpointing:
             causal.checkpoint_blocks(model)

@@ -195,7 +195,7 @@ def score(
         BadInput: If the model, its adapter, moments or factors are invalid.
         NonFiniteGradient: If a gradient is not finite.
     """
-    from gradwire.attribution.collect import types
+    from gradwire.attribution.collect import gradient_types
     from gradwire.attribution.collect.rows import RowMaker
     from gradwire.attribution.persample.batch import squares
     from gradwire.attribution.store.samples import longest_first
@@ -203,7 +203,7 @@ def score(
     typed = RowMaker.load(train, world.device, options.batch_size, world)
     counting = (position for position in range(train.samples) if shards[position].counts)
     typed.check(shards, list(islice(counting, 2)) or [0])
-    plain = RowMaker(typed.model, queries, world.device, types.sgd, options.batch_size)
+    plain = RowMaker(typed.model, queries, world.device, gradient_types.sgd, options.batch_size)
     plain.method = typed.method
     curved, cosine = options.grad_type == "ekfac", options.metric == "cosine"
 
