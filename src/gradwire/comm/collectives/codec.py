@@ -10,7 +10,7 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,6 +25,8 @@ from gradwire.comm.compressors.base import Compressor
 from gradwire.comm.compressors.rounds import State
 from gradwire.comm.compressors.segments import Segments
 from gradwire.comm.reduction import ReducerOptions, Schedule
+
+T = TypeVar("T")
 
 
 class Held(NamedTuple):
@@ -135,13 +137,13 @@ class Codec:
         compressor, device = batch.compressor, flat.device
         flags = torch.zeros(len(batch.segments), dtype=torch.uint8, device=device)
         fed_back = compressor is not FLOAT32 and self.options.feedback is not None
-        feedbacks = self._of_batch("feedbacks", batch, phase, device) if fed_back else []
+        feedbacks = self._feedbacks_of(batch, phase, device) if fed_back else []
         residual = self._residual(batch, phase, feedbacks) if feedbacks else None
         wire, segments = compressor.encode_many(
             batch.values(flat),
             batch.segments,
             message if batch.segments.fixed and message.numel() else None,
-            generators=self._of_batch("generators", batch, phase, device),
+            generators=self._generators_of(batch, phase, device),
             flags=flags,
             residual=residual,
         )
@@ -163,19 +165,34 @@ class Codec:
             counts.update(counted(batch.compressor, segment.form, encoding))
         return counts
 
-    def _of_batch(self, kind: str, batch: Batch, phase: Phase, device: torch.device) -> list[Any]:
-        """Return the ``generators`` of a batch's tensors, or the ``feedbacks`` of its pieces; looked up once."""
-        kept: dict[str, Any] = batch.segments.derive((kind, phase, device), dict)
-        among = self._generators if kind == "generators" else self.feedbacks
-        if kept.get("among") is not among:  # they begin again with each state
-            if kind == "generators":
-                of: list[Any] = [self._generator(group[0].name, phase, device) for group in batch.pieces]
-            else:
-                of = [self.feedback(piece, phase, device) for group in batch.pieces for piece in group]
-            if self._loaded.unmet or (kind == "feedbacks" and self.options.ef_reset):
-                return of
-            kept |= {"among": among, "of": of}
-        return kept["of"]
+    def _once(self, batch: Batch, key: object, among: object, find: Callable[[], list[T]]) -> list[T]:
+        """Return what ``find`` finds for a batch, once for each ``among``: a codec has new ones with each state."""
+        kept: dict[str, Any] = batch.segments.derive(key, dict)
+        if kept.get("among") is not among:
+            found = find()
+            if self._loaded.unmet:
+                return found
+            kept |= {"among": among, "found": found}
+        return kept["found"]
+
+    def _generators_of(self, batch: Batch, phase: Phase, device: torch.device) -> list[torch.Generator]:
+        """Return the generators of a batch's tensors."""
+        return self._once(
+            batch,
+            ("generators", phase, device),
+            self._generators,
+            lambda: [self._generator(group[0].name, phase, device) for group in batch.pieces],
+        )
+
+    def _feedbacks_of(self, batch: Batch, phase: Phase, device: torch.device) -> list[Feedback]:
+        """Return the error feedback of a batch's pieces."""
+
+        def find() -> list[Feedback]:
+            return [self.feedback(piece, phase, device) for group in batch.pieces for piece in group]
+
+        return (
+            find() if self.options.ef_reset else self._once(batch, ("feedbacks", phase, device), self.feedbacks, find)
+        )
 
     def _residual(self, batch: Batch, phase: Phase, feedbacks: Sequence[Feedback]) -> Tensor:
         """Return the residuals of a batch as one tensor, laid out as its values.
