@@ -1,0 +1,61 @@
+"""Plans: every piece is encoded once, compressed ones first, and decoding a message gives each its place back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gradwire.comm.collectives import Exempt, Layout
+from gradwire.comm.collectives.plan import FLOAT32, Plan, adjacent
+from gradwire.comm.compressors import build
+
+SHAPES = [("a", (4, 6)), ("bias", (5,)), ("norm", (3,)), ("b", (7, 2))]
+EXEMPT = Exempt(max_ndim=1)
+every_granularity = pytest.mark.parametrize("granularity", ["piece", "row"])
+
+
+def encoded(table, flat):
+    message = torch.empty(table.total, dtype=torch.uint8)
+    for batch in table.batches:
+        batch.compressor.encode_many(batch.values(flat), batch.segments, message)
+    return message, [[size for row in table.sizes for size in row]]
+
+
+@every_granularity
+@pytest.mark.parametrize("cut", [Layout.dim0, Layout.cut, Layout.packed])
+def test_what_is_encoded_decodes_to_its_place(cut, granularity):
+    layout = cut(SHAPES, 2)
+    flat = layout.pack({name: torch.randn(shape, generator=torch.Generator().manual_seed(1)) for name, shape in SHAPES})
+    plan = Plan.of(layout, build("bf16"), EXEMPT, granularity)
+    assert (plan.numel, plan.exempt) == (46, 8)
+    for table in (plan.whole, plan.undivided):
+        message, lengths = encoded(table, flat)
+        out = layout.empty(flat.device)
+        table.decode(message, lengths, out, "blank")
+        for piece in layout.pieces:
+            exact = flat[piece.place]
+            kept = exact if len(piece.shape) == 1 else exact.to(torch.bfloat16).float()
+            assert torch.equal(out[piece.place], kept), piece
+
+
+@every_granularity
+def test_a_row_is_a_part_of_the_whole_message(granularity):
+    layout = Layout.dim0(SHAPES, 2)
+    flat = layout.pack({name: torch.ones(shape) for name, shape in SHAPES})
+    plan = Plan.of(layout, build("int8", block=4), EXEMPT, granularity)
+    whole, _ = encoded(plan.whole, flat)
+    rows = [encoded(table, row)[0] for table, row in zip(plan.rows, flat.view(2, -1), strict=True)]
+    assert torch.equal(torch.cat(rows), whole)
+
+
+def test_sizes_that_depend_on_the_data_are_unknown():
+    plan = Plan.of(Layout.dim0(SHAPES, 2), build("threshold"), EXEMPT, "piece")
+    assert plan.whole.total is None and [None in row for row in plan.whole.sizes] == [True, True]
+    exact = Plan.of(Layout.dim0(SHAPES, 2), FLOAT32, Exempt(), "piece")
+    assert exact.whole.total == 4 * 46 and len(exact.whole.batches) == 1
+
+
+def test_float32_pieces_without_a_gap_travel_as_one():
+    pieces = Layout.packed(SHAPES, 1).pieces
+    assert adjacent(pieces) == [pieces]
+    assert adjacent([pieces[0], *pieces[2:]]) == [pieces[:1], pieces[2:]]
