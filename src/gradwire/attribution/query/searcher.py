@@ -27,11 +27,10 @@ from gradwire.base.errors import BadInput
 from gradwire.comm.collectives import world
 from gradwire.lm.data import corpus as corpora
 from gradwire.lm.data import tokenization, tokenizer
-from gradwire.lm.data.chats import chosen, kind
+from gradwire.lm.data.chats import kind
 from gradwire.lm.data.defaults import ChatFormat
-from gradwire.lm.data.document import Document, Invalid, content, parse
+from gradwire.lm.data.document import Document, Invalid, content
 from gradwire.lm.data.shards import Sample, Shards, chat_format_of, check
-from gradwire.lm.data.writer import encode
 from gradwire.lm.models import saved
 
 if TYPE_CHECKING:
@@ -43,9 +42,8 @@ AT_ONCE = 64  # samples whose gradients are computed between two copies to NumPy
 class Prompt:
     """One text as the only sample of a data set."""
 
-    def __init__(self, tokens: Sequence[int], pad_id: int, is_target: Sequence[bool] | None = None) -> None:
-        flags = None if is_target is None else torch.tensor(is_target)
-        self.sample, self.meta = Sample("prompt", torch.tensor(tokens), flags), {"pad_id": pad_id}
+    def __init__(self, tokens: Sequence[int], pad_id: int) -> None:
+        self.sample, self.meta = Sample("prompt", torch.tensor(tokens)), {"pad_id": pad_id}
 
     def __getitem__(self, index: int) -> Sample:
         return [self.sample][index]
@@ -107,31 +105,13 @@ class Searcher:
         tokens = reader.encode_batch([text])[0]
         if len(tokens) < 2:
             raise BadInput(f"the prompt has {len(tokens)} token(s) and so nothing to predict; type a longer text.")
-        return self._of_tokens(tokens, reader.pad_id)
-
-    def of_messages(self, messages: Any) -> NDArray[np.float32]:
-        """The row [1, D] of a chat in the format of the store's chats, of which what the assistant says is the target.
-
-        Raises:
-            BadInput: If the messages are invalid, have more tokens than the model reads, or the format is not known.
-        """
-        reader = tokenizer.load(self.model_dir)
-        chats = chosen(self.chat_format, reader.template)
-        self._check_format(chats.name, "the query")
-        (document,) = parse([{"messages": messages}], "the query", chats=chats)
-        (encoded,) = encode(reader, [document])
-        return self._of_tokens(encoded.tokens, reader.pad_id, encoded.is_target)
-
-    def _of_tokens(
-        self, tokens: Sequence[int], pad_id: int, is_target: Sequence[bool] | None = None
-    ) -> NDArray[np.float32]:
         most = saved.max_length(self.model_dir)
         if len(tokens) > most:
             raise BadInput(
                 f"the query has {len(tokens)} tokens, and the model in {self.model_dir} reads {most}: shorten it, or "
                 "pass it as a document by --data_path, which is cut into samples."
             )
-        return self._rows(Prompt(tokens, pad_id, is_target), [0])
+        return self._rows(Prompt(tokens, reader.pad_id), [0])
 
     @property
     def chat_format(self) -> ChatFormat | None:
