@@ -257,6 +257,22 @@ class Result(Row):
         """The device, processor and cores, which two runs must share for their times to be comparable."""
         return tuple((self.environment or {}).get(key) for key in ("device", "processor", "cores"))
 
+    @property
+    def machine(self) -> str:
+        """What its times depend on: device, processor, vector instructions, cores, threads and versions."""
+        environment = self.environment or {}
+        device, processor, cores = self.hardware
+        parts = [
+            *dict.fromkeys((self.device, device, processor)),
+            environment.get("cpu_capability"),
+            f"{cores or '?'} cores",
+            f"{environment.get('threads', '?')} threads",
+            f"gradwire {environment.get('gradwire', '?')}",
+            f"torch {environment.get('packages', {}).get('torch', '?')}",
+            environment.get("preloaded"),
+        ]
+        return ", ".join(str(part) for part in parts if part)
+
     @computed_field  # type: ignore[prop-decorator]
     @property
     def all_bytes_ratio(self) -> Number:

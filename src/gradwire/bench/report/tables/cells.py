@@ -8,14 +8,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import numpy as np
 import pandas as pd
 
 from gradwire.bench.config import BASELINE
 from gradwire.bench.report.rows.record import BF16, Count, Number, Result
-from gradwire.bench.report.tables.checks import machine
 from gradwire.bench.report.tables.quality import (
     CellKey,
     Quality,
@@ -25,9 +24,6 @@ from gradwire.bench.report.tables.quality import (
 from gradwire.bench.report.tables.table import MISSING, Column, milliseconds, text
 from gradwire.bench.statistics.seeds import estimates, gated, percents
 from gradwire.comm.topology import link_rate
-
-if TYPE_CHECKING:
-    from gradwire.bench.report.tables.results import Results
 
 CELL = ["strategy", "world_size", "compressor", "link"]
 GROUP = ["strategy", "world_size", "link"]
@@ -99,7 +95,7 @@ def one_by_one(ok: Sequence[Result], judged: Mapping[CellKey, Quality]) -> pd.Da
     """
     runs = pd.DataFrame([row.model_dump(include={*CELL, "seed", *MEASURED}) for row in ok])
     runs = runs.astype(dict.fromkeys(MEASURED, float))
-    runs["machine"] = [machine(row) for row in ok]
+    runs["machine"] = [row.machine for row in ok]
     runs["comm_ms"] = runs["comm_time_ms_total"] / runs["measured_steps"]
     runs["sign"] = [SIGNS[row.as_computed] for row in ok]
     runs["worse_percent"] = [judged[cell_key(row)].worse.get(row.seed, math.nan) for row in ok]
@@ -111,7 +107,7 @@ def one_by_one(ok: Sequence[Result], judged: Mapping[CellKey, Quality]) -> pd.Da
     return runs
 
 
-def cells_of(results: Results) -> pd.DataFrame:
+def cells_of(rows: Sequence[Result], runs: pd.DataFrame, judged: Mapping[CellKey, Quality]) -> pd.DataFrame:
     """Return one line per strategy, world size, compressor and link: statistics over seeds, and comparisons.
 
     Perplexities are of all seeds that count for a cell, ``quality_n`` of them; ``reference`` is what their difference
@@ -120,12 +116,14 @@ def cells_of(results: Results) -> pd.DataFrame:
     group gated cells are last, then by speed. Numbers that no seed has are NaN.
 
     Args:
-        results: The experiment, at least one row with a result.
+        rows: The rows, at least one with a result.
+        runs: One line per run (`one_by_one`).
+        judged: The quality of their cells.
     """
-    by_cell = results.runs.groupby(CELL)
+    by_cell = runs.groupby(CELL)
     cells = by_cell[[*MEASURED, "comm_ms"]].mean()
     keys = [*cells.index]
-    of_cells = [results.judged[key] for key in keys]
+    of_cells = [judged[key] for key in keys]
     samples = {column: [sample.dropna().tolist() for _, sample in by_cell[column]] for column in ESTIMATED}
     samples["val_ppl"] = [[*perplexities(of.runs).values()] for of in of_cells]
     estimated = {column: estimates(of) for column, of in samples.items()}
@@ -148,10 +146,8 @@ def cells_of(results: Results) -> pd.DataFrame:
     ]
     cells["comm_percent"] = 100 * cells["comm_ratio"]
     cells["sign"] = by_cell["sign"].max().to_numpy()  # a cell differs if one of its runs does
-    diverged = Counter(
-        cell_key(row)[:3] for row in results.rows if row.status == "diverged"
-    )  # on any link: it changes no loss
-    failed = Counter(cell_key(row) for row in results.rows if row.status == "failed")
+    diverged = Counter(cell_key(row)[:3] for row in rows if row.status == "diverged")  # on any link: it changes no loss
+    failed = Counter(cell_key(row) for row in rows if row.status == "failed")
     cells["diverged"], cells["failed"] = [diverged[key[:3]] for key in keys], [failed[key] for key in keys]
     cells["gated"] = cells["worse_percent"].map(gated) | (cells["diverged"] > 0)
     cells["gate"] = np.where(cells["gated"], " !", "")

@@ -5,37 +5,19 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import pandas as pd
 
 from gradwire.base.errors import BadInput
 from gradwire.base.files import read_json
 from gradwire.bench.report.rows.record import Result
+from gradwire.bench.report.tables.results import Results
 from gradwire.bench.statistics.seeds import LEAST, TOLERANCE
-
-if TYPE_CHECKING:
-    from gradwire.bench.report.tables.results import Results
 
 State = Literal["passed", "failed", "marked", "not checked"]
 SHOWN = 12  # names in one sentence
 EQUAL_LOSSES = "losses at every step are equal on all links"
-
-
-def machine(row: Result) -> str:
-    """Describe what a run's times depend on: device, processor, vector instructions, cores, threads and versions."""
-    environment = row.environment or {}
-    device, processor, cores = row.hardware
-    parts = [
-        *dict.fromkeys((row.device, device, processor)),
-        environment.get("cpu_capability"),
-        f"{cores or '?'} cores",
-        f"{environment.get('threads', '?')} threads",
-        f"gradwire {environment.get('gradwire', '?')}",
-        f"torch {environment.get('packages', {}).get('torch', '?')}",
-        environment.get("preloaded"),
-    ]
-    return ", ".join(str(part) for part in parts if part)
 
 
 def privacy(row: Result) -> str:
@@ -56,7 +38,7 @@ def machines(ok: Iterable[Result]) -> list[str]:
     cells: defaultdict[str, defaultdict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for row in ok:
         cell, _, seed = row.run_name.rpartition("/seed")
-        cells[machine(row)][cell].append(seed)
+        cells[row.machine][cell].append(seed)
     if len(cells) < 2:
         return []
     title = "runs of unlike machines: no speed-up is computed between them, and a mean over their seeds mixes them"

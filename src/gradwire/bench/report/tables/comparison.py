@@ -13,7 +13,7 @@ import numpy as np
 from gradwire.bench.config import Run
 from gradwire.bench.report.rows.record import Result
 from gradwire.bench.report.tables.cells import ALL_BYTES, NAMES, PERPLEXITY, STEP
-from gradwire.bench.report.tables.checks import listed, machine
+from gradwire.bench.report.tables.checks import listed
 from gradwire.bench.report.tables.table import Column, Table, number, text
 from gradwire.bench.statistics.seeds import Paired, adjusted, paired
 
@@ -82,7 +82,7 @@ def common(first: Sequence[Result], second: Sequence[Result]) -> Pairs:
 
 def unlike(pairs: Pairs) -> list[str]:
     """Describe how machines, versions, texts and settings differ."""
-    machines = sorted({(machine(first), machine(second)) for first, second in pairs.values()})
+    machines = sorted({(first.machine, second.machine) for first, second in pairs.values()})
     differing = "; ".join(f"{first} | {second}" for first, second in machines if first != second)
     lines = [f"Machines or versions differ, and times with them: {differing}."] if differing else []
     texts = dict.fromkeys((first.unigram_ppl, second.unigram_ppl) for first, second in pairs.values())

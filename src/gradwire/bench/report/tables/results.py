@@ -52,7 +52,7 @@ class Results:
     @cached_property
     def cells(self) -> pd.DataFrame | None:
         """Statistics over seeds; None if no run has a result."""
-        return cells_of(self) if self.ok else None
+        return cells_of(self.rows, self.runs, self.judged) if self.ok else None
 
     @cached_property
     def runs(self) -> pd.DataFrame:

@@ -16,7 +16,7 @@ from gradwire.base.units import UNSHAPED
 from gradwire.bench.config import BASELINE
 from gradwire.bench.report.rows.record import Result
 from gradwire.bench.report.tables.cells import COMPRESSOR, SEEDS, WORSE
-from gradwire.bench.report.tables.checks import Gate, listed, machine
+from gradwire.bench.report.tables.checks import Gate, listed
 from gradwire.bench.report.tables.quality import Quality, cell_key
 from gradwire.bench.report.tables.results import Results
 from gradwire.bench.report.tables.table import (
@@ -156,7 +156,7 @@ def gains(results: Results) -> dict[Place, list[Gain]]:
     runs: defaultdict[Place, defaultdict[str, list[Result]]] = defaultdict(lambda: defaultdict(list))
     for row in results.ok:
         if row.world_size > 1 and row.link != UNSHAPED and row.typical_step_ms is not None:
-            runs[row.strategy, row.world_size, row.link, machine(row)][row.compressor].append(row)
+            runs[row.strategy, row.world_size, row.link, row.machine][row.compressor].append(row)
     ordered = sorted(runs.items(), key=lambda item: (*item[0][:2], -link_rate(item[0][2])))
     timed = {
         place: [Gain.paired(of, cells[BASELINE], results.judged[cell_key(of[0])]) for of in cells.values()]
