@@ -181,7 +181,7 @@ def test_residuals_generators_and_schedules_resume_in_every_strategy(world, shar
     for (before, _), (after, _) in zip(unbroken, resumed, strict=True):
         assert losses(after) == losses(before)
         assert [row["bytes_sent"] for row in after] == [row["bytes_sent"] for row in before]
-        assert [row.get("residual_norm") for row in after] == [row.get("residual_norm") for row in before]
+        assert [row["residual_norm"] for row in after] == [row["residual_norm"] for row in before]
     for field in ("bytes_raw_total", "bytes_compressed_total", "bytes_closed_form_total", "val_loss", "loss_digest"):
         assert resumed[0][1][field] == unbroken[0][1][field]
     assert weights(folder) == weights(tmp_path / "whole")

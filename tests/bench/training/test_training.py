@@ -509,7 +509,7 @@ def test_evaluations_of_local_updates_are_of_the_anchors(world, shards, tmp_path
     cell = {"comm_optimizer": "diloco", "H": 5, "outer_lr": 1.0, "outer_momentum": 0.0}
     options = {"strategy": "ddp", "comm_compress": "onebit", "comm_config_json": json.dumps(cell), "eval_every": 1}
     rows = world(2).run(run, words(shards, tmp_path, **options))[0][0]
-    evaluated = [row.get("val_loss") for row in rows]
+    evaluated = [row["val_loss"] for row in rows]
     assert len(set(evaluated[:4])) == 1 and len(set(evaluated)) == 3
     assert evaluated[0] == pytest.approx(math.log(300), rel=0.02)
     assert len(set(losses(rows))) == len(rows), "while the ranks train"

@@ -184,6 +184,8 @@ class Stepper:
             "grad_norm": grad_norm,
             "clipped": grad_norm > self.training.clip_grad_norm,
             "nonfinite": not reduced,
+            "val_loss": None,
+            "residual_norm": None,
         }
 
     def _backward(self, micro_batches: Sequence[Batch], n_targets: Tensor, step: int) -> Tensor:
