@@ -248,7 +248,7 @@ def scatters_packed(rank, world, group):
 
 
 def test_a_reduce_scatter_needs_rows_that_follow_each_other(world):
-    assert all("rows follow each other" in said for said in world(2).run(scatters_packed))
+    assert all("contiguous rows" in said for said in world(2).run(scatters_packed))
 
 
 # Layers repeat their shapes. A bias lies between matrices, one matrix is too small to be compressed.

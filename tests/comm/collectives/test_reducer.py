@@ -461,7 +461,7 @@ def test_the_state_of_a_reducer_with_another_option_is_refused(world):
         assert "compressor {0: Int8(num_bits=8" in answers.pop("schedule")
         assert "nonfinite" not in answers
         for option, message in answers.items():
-            assert f"is of one with {option} " in message, message
+            assert f"saved by a reducer with {option} " in message, message
         assert answers.keys() == OTHERS.keys()
 
 
