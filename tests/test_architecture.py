@@ -20,7 +20,7 @@ from gradwire.base.extras import EXTRAS
 from gradwire.base.source_digest import PACKAGE, closure, imports, module_file, source_digest
 from gradwire.cli import VERBS
 
-PACKAGES = {"yaml": "pyyaml"}  # by the name that is imported
+PACKAGES = {"yaml": "pyyaml", "pydantic_core": "pydantic"}  # by the name that is imported
 HEAVY = ("torch", "transformers", "pandas", "pyarrow", "datasets", "tokenizers", "matplotlib", "tensorboard")
 MAKERS = {  # of tensors, by torch's default type and device unless they are given
     *("arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace", "logspace", "ones"),

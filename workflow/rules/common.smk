@@ -72,7 +72,7 @@ if RANKS_PER_NODE is not None and not (
     )
 
 try:
-    # Adds what a file extends; rejects duplicate keys, of which Snakemake takes the last, and aliases that are too large.
+    # Adds what a file extends; rejects a key that is given twice, of which Snakemake takes the last.
     for file in workflow.configfiles:
         config.update(merged(read(file), config, "--config"))
     config.pop(EXTENDS, None)
