@@ -88,6 +88,7 @@ lint: $(READY)
 	$(BIN)/mypy --config-file tests/checkers/mypy.ini examples build/pages
 	$(BIN)/basedpyright --project tests/checkers --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
+	$(BIN)/python tests/checkers/tested.py
 	$(BIN)/snakefmt --check Snakefile workflow
 	$(BIN)/codespell
 	$(BIN)/snakemake --lint

@@ -1,4 +1,7 @@
-"""No module imports itself, light verbs stay light, and a source digest follows the imports; layers: `make lint`."""
+"""No module imports itself, light verbs stay light, and a source digest follows the imports; layers: `make lint`.
+
+Of `base/source_digest.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The command line: verbs, exit codes, and how a failure is reported."""
+"""The command line: verbs, exit codes, and how a failure is reported.
+
+Of `base/errors.py`, `base/failures.py`, `bench/command.py`, `bench/verbs.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The core installs few packages: what needs more names the extra that brings it."""
+"""The core installs few packages: what needs more names the extra that brings it.
+
+Of `base/extras.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Numbers, paths and variables that no run can use: exit code 2, one message, nothing left behind."""
+"""Numbers, paths and variables that no run can use: exit code 2, one message, nothing left behind.
+
+Of `base/flags.py`, `base/strict.py`.
+"""
 
 from __future__ import annotations
 

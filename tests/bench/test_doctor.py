@@ -1,4 +1,7 @@
-"""The doctor on this machine."""
+"""The doctor on this machine.
+
+Of `base/machine.py`.
+"""
 
 from __future__ import annotations
 

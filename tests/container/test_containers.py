@@ -1,4 +1,7 @@
-"""The image's name follows from recipe and locks, and all that speaks of an image says the same of it."""
+"""The image's name follows from recipe and locks, and all that speaks of an image says the same of it.
+
+Of `bench/image.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Groups that are killed and that join, as processes of their own: what they did against a simulation, bit for bit."""
+"""Groups that are killed and that join, as processes of their own: what they did against a simulation, bit for bit.
+
+Of `optimizers/quorum.py`.
+"""
 
 from __future__ import annotations
 

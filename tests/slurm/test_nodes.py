@@ -1,4 +1,7 @@
-"""`gradwire launch --nodes 2` in a job of a real Slurm: the first failure is reported as on one machine."""
+"""`gradwire launch --nodes 2` in a job of a real Slurm: the first failure is reported as on one machine.
+
+Of `launch/nodes.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The callback that collects rows at a Trainer's checkpoints: its stores, and a training that it does not change."""
+"""The callback that collects rows at a Trainer's checkpoints: its stores, and a training that it does not change.
+
+Of `collect/huggingface.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""EK-FAC against dense matrices in float64, its identities, its verb, and what is refused."""
+"""EK-FAC against dense matrices in float64, its identities, its verb, and what is refused.
+
+Of `factors.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Per-sample gradients against autograd by hand; the store over ranks, kills and faults; row i belongs to id i."""
+"""Per-sample gradients against autograd by hand; the store over ranks, kills and faults; row i belongs to id i.
+
+Of `collect.py`, `rows.py`, `collect/validate.py`, `store/merge.py`, `store/checks.py`, `store/provenance.py`,
+`store/aggregate.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A row per token, and per sample and module: against autograd by hand, and sums against the samples' rows."""
+"""A row per token, and per sample and module: against autograd by hand, and sums against the samples' rows.
+
+Of `store/samples.py`.
+"""
 
 from __future__ import annotations
 

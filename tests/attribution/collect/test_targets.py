@@ -1,4 +1,7 @@
-"""What is to be predicted, and with which weight: tokens against bytes, losses and gradients against autograd."""
+"""What is to be predicted, and with which weight: tokens against bytes, losses and gradients against autograd.
+
+Of `data/targets.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Every way of computing per-sample gradients against one backward pass per sample, in float64."""
+"""Every way of computing per-sample gradients against one backward pass per sample, in float64.
+
+Of `hooks.py`, `layer_factors.py`, `vmap.py`, `loop.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Norms in every layout of ranks and samples, against one backward pass per sample in float64 on one rank."""
+"""Norms in every layout of ranks and samples, against one backward pass per sample in float64 on one rank.
+
+Of `collect/norms.py`, `batch.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Queries of a store: scores against autograd in float64 and against `grads influence`, texts, and what is refused."""
+"""Queries of a store: scores against autograd in float64 and against `grads influence`, texts, and what is refused.
+
+Of `searcher.py`, `attribution/options.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Row types against NumPy, and the store, its validation and its readers with each of them."""
+"""Row types against NumPy, and the store, its validation and its readers with each of them.
+
+Of `row_file.py`, `store/store.py`.
+"""
 
 from __future__ import annotations
 

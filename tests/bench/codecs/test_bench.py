@@ -1,4 +1,7 @@
-"""`bench compressors`: what is counted, printed and refused; no test depends on a time."""
+"""`bench compressors`: what is counted, printed and refused; no test depends on a time.
+
+Of `codecs/cases.py`, `codecs/verb.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The experiment as data: grids, cells, flags and the messages for what is wrong."""
+"""The experiment as data: grids, cells, flags and the messages for what is wrong.
+
+Of `config/cell.py`, `config/file.py`, `config/grid.py`, `config/values.py`, `bench/grads_run.py`.
+"""
 
 import argparse
 import itertools

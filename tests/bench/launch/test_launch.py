@@ -1,4 +1,7 @@
-"""`gradwire launch`: checks before any rank, exit codes, one message, nothing left behind."""
+"""`gradwire launch`: checks before any rank, exit codes, one message, nothing left behind.
+
+Of `base/parent_watch.py`, `launch/ranks.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""compare: differences paired by seed, their tests, and what cannot be tested."""
+"""compare: differences paired by seed, their tests, and what cannot be tested.
+
+Of `tables/comparison.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Figures: what they write is legible, in the made-up results and in the committed records."""
+"""Figures: what they write is legible, in the made-up results and in the committed records.
+
+Of `page/curves.py`, `page/fronts.py`, `page/speed.py`, `page/style.py`.
+"""
 
 from __future__ import annotations
 

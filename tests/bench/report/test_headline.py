@@ -1,4 +1,7 @@
-"""The headline: the numbers of the fastest valid compressor of each regime."""
+"""The headline: the numbers of the fastest valid compressor of each regime.
+
+Of `tables/headline.py`.
+"""
 
 from __future__ import annotations
 

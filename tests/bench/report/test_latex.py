@@ -1,4 +1,7 @@
-"""LaTeX tables: pdfLaTeX compiles them, and they fit the page."""
+"""LaTeX tables: pdfLaTeX compiles them, and they fit the page.
+
+Of `tables/table.py`.
+"""
 
 from __future__ import annotations
 

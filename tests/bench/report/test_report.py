@@ -1,4 +1,7 @@
-"""report: the numbers on the page are those of results.csv, and bad input is reported, not hidden."""
+"""report: the numbers on the page are those of results.csv, and bad input is reported, not hidden.
+
+Of `page/data.py`, `page/files.py`, `page/sections.py`, `tables/checks.py`.
+"""
 
 from __future__ import annotations
 

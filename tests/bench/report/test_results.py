@@ -1,4 +1,7 @@
-"""`load_results` and the verb `results`; and that every number for a machine is the one that people read."""
+"""`load_results` and the verb `results`; and that every number for a machine is the one that people read.
+
+Of `rows/record.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The state of runs, read from their folders; and what a training writes while it goes on."""
+"""The state of runs, read from their folders; and what a training writes while it goes on.
+
+Of `rows/status.py`, `bench/progress.py`, `training/monitor.py`.
+"""
 
 import json
 import os

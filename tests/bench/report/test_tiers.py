@@ -1,4 +1,7 @@
-"""Quality from another experiment, and the tier table, on rows of a known law."""
+"""Quality from another experiment, and the tier table, on rows of a known law.
+
+Of `tables/tiers.py`, `tables/quality.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Time to loss: times composed by hand of steps and step times, their curves and the map of the soonest."""
+"""Time to loss: times composed by hand of steps and step times, their curves and the map of the soonest.
+
+Of `tables/time_to_loss.py`.
+"""
 
 from __future__ import annotations
 

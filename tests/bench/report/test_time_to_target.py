@@ -1,4 +1,7 @@
-"""Quality against time: the target, censoring, the fixed time, and efficiency against one rank."""
+"""Quality against time: the target, censoring, the fixed time, and efficiency against one rank.
+
+Of `tables/across_runs.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Statistics over seeds against scipy, numpy and the standard library."""
+"""Statistics over seeds against scipy, numpy and the standard library.
+
+Of `statistics/seeds.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""trace: interval arithmetic against brute force, traces with answers computed by hand, and a real gloo trace."""
+"""trace: interval arithmetic against brute force, traces with answers computed by hand, and a real gloo trace.
+
+Of `trace/events.py`.
+"""
 
 from __future__ import annotations
 

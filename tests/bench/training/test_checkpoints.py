@@ -1,4 +1,7 @@
-"""Checkpoints: whole or not at all, checked, kept in number; a signal's; and runs that go on from them."""
+"""Checkpoints: whole or not at all, checked, kept in number; a signal's; and runs that go on from them.
+
+Of `checkpoint.py`.
+"""
 
 from __future__ import annotations
 

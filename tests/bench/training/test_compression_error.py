@@ -1,4 +1,7 @@
-"""The delivered gradient against the exact mean, and what a reduction did besides sending: float64 in one process."""
+"""The delivered gradient against the exact mean, and what a reduction did besides sending: float64 in one process.
+
+Of `measure.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Which steps of a run warm up, are profiled and are timed; and that nothing compiles in any of them."""
+"""Which steps of a run warm up, are profiled and are timed; and that nothing compiles in any of them.
+
+Of `bench/steps.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The training loop on real ranks: what must not depend on the world size, bytes, resuming, divergence, bad input."""
+"""The training loop on real ranks: what must not depend on the world size, bytes, resuming, divergence, bad input.
+
+Of `build.py`, `loop.py`, `training/results.py`, `settings.py`, `training/step.py`, `totals.py`, `train.py`,
+`training/perplexity.py`, `training/environment.py`.
+"""
 
 import json
 import math

@@ -1,4 +1,7 @@
-"""`gradwire run` in a folder of one's own: mistakes in one line, what it shows, what it leaves, and how it ends."""
+"""`gradwire run` in a folder of one's own: mistakes in one line, what it shows, what it leaves, and how it ends.
+
+Of `workflow/events.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """gather, native, error feedback and rows on a reducer alone; what `auto` chooses.
 
 That each compressor gives what its protocol says is tested with the strategies (`parallel/test_protocols.py`).
+
+Of `comm/closed_forms.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Who a process is among the ranks, and the process group that it joins."""
+"""Who a process is among the ranks, and the process group that it joins.
+
+Of `base/rank_env.py`, `collectives/world.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The reducer's queue: order, faults, lifetime, and what a caller may change while a reduction is in flight."""
+"""The reducer's queue: order, faults, lifetime, and what a caller may change while a reduction is in flight.
+
+Of `ops.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The reducer on real ranks: its mean, its bytes, its policies, its state."""
+"""The reducer on real ranks: its mean, its bytes, its policies, its state.
+
+Of `codec.py`, `collectives/state.py`, `comm/reduction.py`.
+"""
 
 from __future__ import annotations
 

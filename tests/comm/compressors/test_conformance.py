@@ -1,4 +1,7 @@
-"""Every registered compressor and chain keeps the contract, whoever wrote it."""
+"""Every registered compressor and chain keeps the contract, whoever wrote it.
+
+Of `compressors/base.py`, `driver.py`, `methods/none.py`, `methods/zero.py`.
+"""
 
 from __future__ import annotations
 

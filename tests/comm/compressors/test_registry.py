@@ -1,4 +1,7 @@
-"""Compressors by name: built-in, of other packages, in chains; and the messages for a wrong name or option."""
+"""Compressors by name: built-in, of other packages, in chains; and the messages for a wrong name or option.
+
+Of `base/plugins.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """Buckets: how parameters are shared out to them, and that the result does not depend on it.
 
 With a compressor, `test_protocols.py` says the same.
+
+Of `buckets.py`, `strategies/bucket.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""`comm_hook` on real ranks: equal to torch's own reduction and to `wrap`, resumable; ranks that differ are refused."""
+"""`comm_hook` on real ranks: equal to torch's own reduction and to `wrap`, resumable; ranks that differ are refused.
+
+Of `parallel/checks.py`.
+"""
 
 from __future__ import annotations
 

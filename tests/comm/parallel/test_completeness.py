@@ -2,6 +2,8 @@
 
 What users and other libraries do to a model that has a reducer: afterwards its gradients are the mean over the ranks,
 or `finish` raises. The oracle is the same model without gradwire, in float64, with the batches of all ranks.
+
+Of `parallel/strategy.py`.
 """
 
 from __future__ import annotations

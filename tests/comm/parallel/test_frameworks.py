@@ -1,4 +1,7 @@
-"""Every strategy on real ranks, against one process with the whole batch in float64."""
+"""Every strategy on real ranks, against one process with the whole batch in float64.
+
+Of `strategies/ddp.py`, `strategies/fsdp1.py`, `strategies/fsdp2.py`.
+"""
 
 from __future__ import annotations
 

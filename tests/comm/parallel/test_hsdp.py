@@ -1,4 +1,7 @@
-"""Islands: sharded inside, reduced between. Against one process in float64, and bit for bit against a simulation."""
+"""Islands: sharded inside, reduced between. Against one process in float64, and bit for bit against a simulation.
+
+Of `collectives/islands.py`, `comm/topology.py`, `strategies/hsdp.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""naive and bucket, which keep replicas by hooks of their own, against DDP and against a float64 mean."""
+"""naive and bucket, which keep replicas by hooks of their own, against DDP and against a float64 mean.
+
+Of `strategies/naive.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The frameworks' own options, passed on by `wrap`."""
+"""The frameworks' own options, passed on by `wrap`.
+
+Of `parallel/wrap.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Parameters that travel compressed under FSDP2, against one process that computes with the weights as decoded."""
+"""Parameters that travel compressed under FSDP2, against one process that computes with the weights as decoded.
+
+Of `collectives/parameters.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""States of reducers in torch's distributed checkpoints, of other ranks, and of models with other names."""
+"""States of reducers in torch's distributed checkpoints, of other ranks, and of models with other names.
+
+Of `parallel/model.py`.
+"""
 
 from __future__ import annotations
 

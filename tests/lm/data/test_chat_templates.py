@@ -1,4 +1,7 @@
-"""Chats are read by the tokenizer's template: tokens and targets against transformers, token by token."""
+"""Chats are read by the tokenizer's template: tokens and targets against transformers, token by token.
+
+Of `data/chats.py`.
+"""
 
 from __future__ import annotations
 

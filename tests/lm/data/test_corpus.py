@@ -1,4 +1,7 @@
-"""Corpora: the three sources, the ids, and every bad input as one message with nothing half-written."""
+"""Corpora: the three sources, the ids, and every bad input as one message with nothing half-written.
+
+Of `document.py`, `defaults.py`, `download.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Sources: every one keeps the contract, whoever wrote it; text files and saved datasets, read as they are."""
+"""Sources: every one keeps the contract, whoever wrote it; text files and saved datasets, read as they are.
+
+Of `sources/datasets.py`, `sources/json.py`, `sources/pydocs.py`, `sources/text.py`, `sources/wikipedia.py`.
+"""
 
 from __future__ import annotations
 

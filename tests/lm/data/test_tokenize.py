@@ -1,4 +1,7 @@
-"""Tokenizers and shards: what is in them, that a killed run goes on to the same bytes, and what is refused."""
+"""Tokenizers and shards: what is in them, that a killed run goes on to the same bytes, and what is refused.
+
+Of `shards.py`, `tokenization.py`, `tokenizer.py`, `writer.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Presets, initial weights, and model folders that come back bit for bit."""
+"""Presets, initial weights, and model folders that come back bit for bit.
+
+Of `architecture.py`, `causal.py`, `lora.py`, `saved.py`.
+"""
 
 from __future__ import annotations
 

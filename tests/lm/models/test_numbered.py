@@ -1,4 +1,7 @@
-"""Moments of Hugging Face's Trainer: by name those of its optimizer in memory, or one message."""
+"""Moments of Hugging Face's Trainer: by name those of its optimizer in memory, or one message.
+
+Of `lm/models/optimizer.py`.
+"""
 
 from __future__ import annotations
 

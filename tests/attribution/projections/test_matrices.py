@@ -1,4 +1,7 @@
-"""The projector against exact integers, the theory of its first two moments, and every way of cutting the work."""
+"""The projector against exact integers, the theory of its first two moments, and every way of cutting the work.
+
+Of `projections/base.py`, `hashing.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Optimizers that communicate, against torch's AdamW while they warm up and against their protocol in one process."""
+"""Optimizers that communicate, against torch's AdamW while they warm up and against their protocol in one process.
+
+Of `comm/communication.py`, `optimizers/adam.py`.
+"""
 
 from __future__ import annotations
 

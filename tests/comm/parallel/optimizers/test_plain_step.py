@@ -1,4 +1,7 @@
-"""Optimizers that communicate, as users call them: a model, a compressor and a plain ``step``."""
+"""Optimizers that communicate, as users call them: a model, a compressor and a plain ``step``.
+
+Of `optimizers/base.py`.
+"""
 
 from __future__ import annotations
 

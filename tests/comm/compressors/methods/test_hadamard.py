@@ -1,4 +1,7 @@
-"""The Hadamard rotation: its matrix, its inverse, its tail, and what it does for a quantizer of few bits."""
+"""The Hadamard rotation: its matrix, its inverse, its tail, and what it does for a quantizer of few bits.
+
+Of `compressors/rotation.py`.
+"""
 
 from __future__ import annotations
 

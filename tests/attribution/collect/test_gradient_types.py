@@ -1,4 +1,7 @@
-"""Gradient types against `torch.optim.Adam`, and collections of every kind against the loop."""
+"""Gradient types against `torch.optim.Adam`, and collections of every kind against the loop.
+
+Of `methods.py`.
+"""
 
 from __future__ import annotations
 

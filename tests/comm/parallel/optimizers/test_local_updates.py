@@ -1,4 +1,7 @@
-"""Local updates against their protocol in one process, bit for bit, and against plain optimizers where they meet."""
+"""Local updates against their protocol in one process, bit for bit, and against plain optimizers where they meet.
+
+Of `diloco.py`, `streaming.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Casts round as the definition of their format says, everywhere; their rounds sum what was cast."""
+"""Casts round as the definition of their format says, everywhere; their rounds sum what was cast.
+
+Of `methods/bf16.py`, `methods/fp16.py`.
+"""
 
 from __future__ import annotations
 
