@@ -22,7 +22,7 @@ from typing import Any
 import debian
 
 from gradwire.base.errors import BadInput, GradwireError
-from gradwire.base.files import read_json, sha256_file, whole, write_json
+from gradwire.base.files import atomic_write, read_json, sha256_file, write_json
 from gradwire.bench.image import CONTAINERS, VARIANTS, check_apptainer, image_file, image_name, inputs, packages
 
 CACHE = CONTAINERS / "cache"  # packages as fetched
@@ -56,7 +56,7 @@ def main() -> None:
             if args.context is not None:
                 fill_context(args.context, args.variant, root, wheels.result())
                 return
-            with whole(file) as part:  # an image appears whole or not at all
+            with atomic_write(file) as part:  # an image appears whole or not at all
                 log = build(args.variant, root, wheels.result(), part)
     record_build(args.variant, versions=json.loads(log.splitlines()[-1]))
     print(f"{file}: {file.stat().st_size / 1e6:.0f} MB")

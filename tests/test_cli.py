@@ -35,7 +35,7 @@ def verb(monkeypatch, tmp_path):
     def make(main) -> Path:
         module = ModuleType("probe")
         module.Options = Options
-        module.beside = lambda args: tmp_path
+        module.output_dir = lambda args: tmp_path
         module.main = main
         monkeypatch.setitem(sys.modules, "probe", module)
         monkeypatch.setitem(cli.VERBS, "grads probe", Verb("probe", "do what a test says"))

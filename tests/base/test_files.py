@@ -12,7 +12,7 @@ import pytest
 
 from gradwire.base import files
 from gradwire.base.errors import BadInput
-from gradwire.base.files import remove_leftovers, whole, whole_folder, write_text
+from gradwire.base.files import atomic_folder, atomic_write, remove_leftovers, write_text
 
 WRITER = """
 import sys
@@ -47,7 +47,7 @@ def test_what_a_killed_process_left_is_removed_and_what_a_living_one_writes_is_n
     assert len(list(tmp_path.glob("*.part"))) == 6
 
     write_text(file, "mine")
-    with whole_folder(folder) as part:
+    with atomic_folder(folder) as part:
         (part / "content").write_text("mine")
     assert file.read_text() == (folder / "content").read_text() == "mine"
     left = {path.name[: -len(".01234567.part")] for path in tmp_path.glob("*.part")}
@@ -85,7 +85,7 @@ def test_a_part_that_is_taken_for_a_leftover_before_it_is_locked_is_made_again(t
         return call(*args, **options)
 
     monkeypatch.setattr(module, name, disturbed)
-    with whole(tmp_path / "file") as part:
+    with atomic_write(tmp_path / "file") as part:
         assert not left
         remove_leftovers(tmp_path / "file")
         assert part.exists()
@@ -94,7 +94,7 @@ def test_a_part_that_is_taken_for_a_leftover_before_it_is_locked_is_made_again(t
 
 def test_a_failed_write_leaves_what_was_there(tmp_path):
     write_text(tmp_path / "file", "old")
-    with pytest.raises(ZeroDivisionError), whole(tmp_path / "file") as part:
+    with pytest.raises(ZeroDivisionError), atomic_write(tmp_path / "file") as part:
         part.write_text("new")
         1 / 0  # noqa: B018
     assert [path.name for path in tmp_path.iterdir()] == ["file"]

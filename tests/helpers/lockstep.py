@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from gradwire.comm.compressors.base import Compressor
-from gradwire.comm.compressors.rounds import Ask, Context, State
+from gradwire.comm.compressors.rounds import Context, ReduceRequest, State
 
 
-def reduce(asks: Sequence[Ask]) -> Tensor:
+def reduce(asks: Sequence[ReduceRequest]) -> Tensor:
     """What every rank receives for the ranks' asks, summed in rank order."""
     stacked = torch.stack([ask.tensor for ask in asks])
     if asks[0].op == "gather":

@@ -40,7 +40,7 @@ class Options(Strict):
     islands: int = 1
 
 
-def beside(options: Options) -> Path:
+def output_dir(options: Options) -> Path:
     return options.output_dir
 
 

@@ -13,7 +13,7 @@ from gradwire.bench.config import Run
 from gradwire.bench.config.grid import ISLANDS, PATH
 from gradwire.lm.data.sources import modules as source_modules
 from gradwire.base.errors import BadInput
-from gradwire.base.files import claim, write_json
+from gradwire.base.files import lock, write_json
 from gradwire.bench.image import (
     CONTAINERS,
     check_image,
@@ -318,8 +318,8 @@ def claim_folders():
     jobs = {job.rule.name for job in workflow.dag.needrun_jobs()}
     reads_only = not jobs & {"download", "tokenizer", "shards"}
     try:
-        CLAIMED.append(claim(Path(RESULTS) / ".lock"))
-        CLAIMED.append(claim(Path(CORPUS) / ".lock", share=reads_only))
+        CLAIMED.append(lock(Path(RESULTS) / ".lock"))
+        CLAIMED.append(lock(Path(CORPUS) / ".lock", share=reads_only))
     except BadInput as error:
         refuse(error)
 

@@ -103,7 +103,7 @@ def _of_the_disk(error: BaseException | None) -> str | None:
 
 
 @contextmanager
-def whole(path: Path) -> Iterator[Path]:
+def atomic_write(path: Path) -> Iterator[Path]:
     """Yield a ``.part`` path to write to; on success it is flushed to disk and renamed to ``path``.
 
     Write the part in place. On an exception it is removed and ``path`` is unchanged. Parts of killed processes are
@@ -127,7 +127,7 @@ def write_back(stream: BinaryIO) -> None:
 
 
 @contextmanager
-def whole_folder(path: Path) -> Iterator[Path]:
+def atomic_folder(path: Path) -> Iterator[Path]:
     """Yield a ``.part`` folder to fill; on success its files are flushed to disk and it replaces ``path``.
 
     On an exception the part is removed and ``path`` is unchanged. Parts of killed processes are removed first.
@@ -189,7 +189,7 @@ def _remove(part: Path) -> None:
         part.unlink(missing_ok=True)
 
 
-def claim(path: Path, *, share: bool = False) -> IO[str]:
+def lock(path: Path, *, share: bool = False) -> IO[str]:
     """Lock a file until it is closed or this process exits; ``share`` takes a shared lock.
 
     Raises:
@@ -214,7 +214,7 @@ def claim(path: Path, *, share: bool = False) -> IO[str]:
 
 def write_text(path: Path, text: str) -> None:
     """Write ``text`` as UTF-8, atomically."""
-    with whole(path) as part:
+    with atomic_write(path) as part:
         part.write_text(text, encoding="utf-8")
 
 
@@ -300,7 +300,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 def write_with(path: Path, write: Callable[[Path], object]) -> None:
     """Call ``write(part)`` and rename the part to ``path``, for libraries that take a file name."""
-    with whole(path) as part:
+    with atomic_write(path) as part:
         write(part)
 
 

@@ -1,7 +1,7 @@
 """A command: a verb with its flags, which it checks and runs.
 
 A verb is a module with ``Options`` (a model whose fields are the flags) and ``main(options)``, and optionally
-``preflight(options)`` (checks before any rank starts, in a process that only does that), ``beside(options)`` (the
+``preflight(options)`` (checks before any rank starts, in a process that only does that), ``output_dir(options)`` (the
 output folder, for ``<verb>.failed.json``) and ``PRELOAD`` (slow imports of each rank, which `launch` imports once).
 Heavy imports are inside functions to keep ``gradwire --help`` and Snakemake fast.
 """
@@ -186,7 +186,7 @@ class Command:
 
     def output_folder(self) -> Path | None:
         """Return the folder of the verb's outputs, created and checked; None if it has none."""
-        folder: Path | None = self.module.beside(self.arguments) if hasattr(self.module, "beside") else None
+        folder: Path | None = self.module.output_dir(self.arguments) if hasattr(self.module, "output_dir") else None
         if folder is not None:
             check_folder(folder)
         return folder

@@ -18,7 +18,7 @@ from pydantic import Field, model_validator
 from gradwire.attribution.options import Count, PartOptions, Projection, RowType, number_of
 from gradwire.attribution.query.influence import LEARNING_RATE
 from gradwire.base.errors import BadInput
-from gradwire.base.files import check_sums, read_object, whole, write_json
+from gradwire.base.files import atomic_write, check_sums, read_object, write_json
 from gradwire.base.flags import RANKS
 from gradwire.base.strict import to_flags
 from gradwire.bench.command import Command
@@ -75,7 +75,7 @@ class Checkpoint(NamedTuple):
     learning_rate: float
 
 
-def beside(options: Options) -> Path:
+def output_dir(options: Options) -> Path:
     """Return the folder of the outputs."""
     return options.output_dir
 
@@ -95,7 +95,7 @@ def main(options: Options) -> None:
     for words in commands(options, checkpoints):
         Command(words).run()
     chosen = select(options.data_path, scores_of(options.output_dir / "influence"), options.top_k)
-    with whole(options.output_dir / TOP) as part, part.open("w", encoding="utf-8") as stream:
+    with atomic_write(options.output_dir / TOP) as part, part.open("w", encoding="utf-8") as stream:
         for document in chosen.documents:
             stream.write(json.dumps(plain(document.given), ensure_ascii=False) + "\n")
     write_json(

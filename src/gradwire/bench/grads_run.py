@@ -51,7 +51,7 @@ class Config(Collection):
     launcher: str | None = None
 
 
-def beside(options: Options) -> Path:
+def output_dir(options: Options) -> Path:
     """Return the collection folder."""
     return options.output_dir
 

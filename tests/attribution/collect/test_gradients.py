@@ -220,12 +220,12 @@ def test_a_sample_without_a_target_has_a_zero_row_and_a_flag():
 def test_how_many_samples_are_projected_at_once_changes_no_row(monkeypatch, together):
     shards = FakeShards([Sample(f"s{k}", torch.arange(k, k + 4)) for k in range(5)])
     maker = maker_of(causal.build("micro", 64, 8, seed=0))
-    whole = maker.blocks(shards, range(5))[64]
+    atomic_write = maker.blocks(shards, range(5))[64]
     numel = sum(parameter.numel() for parameter in maker.model.parameters())
     monkeypatch.setitem(rows.STACK_BYTES, "cpu", 4 * numel * together)
     cut = maker.blocks(shards, range(5))[64]
-    assert cut.ids == whole.ids == [f"s{k}" for k in range(5)]
-    assert_same_rows(cut.rows, whole.rows, whole.meta["norm"].to_pylist(), numel)
+    assert cut.ids == atomic_write.ids == [f"s{k}" for k in range(5)]
+    assert_same_rows(cut.rows, atomic_write.rows, atomic_write.meta["norm"].to_pylist(), numel)
 
 
 @pytest.mark.parametrize("projection", ["sjlt", "factored"])

@@ -11,7 +11,7 @@ from samples import BUILDS, generator, normal
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradwire.comm.compressors import build
-from gradwire.comm.compressors.rounds import Ask, Context
+from gradwire.comm.compressors.rounds import Context, ReduceRequest
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ class Operations(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def answered(ask: Ask, world: int) -> torch.Tensor:
+def answered(ask: ReduceRequest, world: int) -> torch.Tensor:
     """What `ask` receives where all ranks hand over the same."""
     if ask.op == "gather":
         return torch.stack([ask.tensor] * world)

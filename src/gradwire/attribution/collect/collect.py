@@ -83,7 +83,7 @@ class Options(Collection):
     output_path: Path = Field(description="the collection folder; rank_<r>/dim<D>/ is written there")
 
 
-def beside(options: Options) -> Path:
+def output_dir(options: Options) -> Path:
     """Return the collection folder."""
     return options.output_path
 

@@ -138,7 +138,7 @@ def save(factors: EKFAC, damping: float, folder: Path, made_of: Mapping[str, Any
     tensors |= {f"moment/{name}": moment for name, moment in factors.moments.items()}
     folder.mkdir(parents=True, exist_ok=True)
     settings = json.dumps({"damping": damping, **made_of})
-    with files.whole(folder / FILE) as path:
+    with files.atomic_write(folder / FILE) as path:
         save_file({key: tensor.cpu().contiguous() for key, tensor in tensors.items()}, path, {"ekfac": settings})
     files.write_sums(folder, (FILE,))
 

@@ -30,7 +30,7 @@ class Options(LossOptions, ModuleOptions, SampleOptions):
     device: Device = Field("auto", description="auto: a GPU if there is one")
 
 
-def beside(options: Options) -> Path:
+def output_dir(options: Options) -> Path:
     """Return the folder of the factors."""
     return options.output_dir
 

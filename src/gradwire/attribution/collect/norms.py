@@ -50,7 +50,7 @@ class Options(LossOptions, SampleOptions, RankOptions):
     seed: Annotated[int, SEED] = Field(0, description="seed of the choice of --recompute")
 
 
-def beside(options: Options) -> Path:
+def output_dir(options: Options) -> Path:
     """Return the folder of the output."""
     return options.output_dir
 
@@ -181,8 +181,8 @@ def _write(path: Path, rows: list[dict[str, Any]]) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    from gradwire.base.files import whole
+    from gradwire.base.files import atomic_write
 
     schema = pa.schema([("id", pa.string()), ("norm", pa.float64()), ("loss", pa.float64()), ("n_valid", pa.int64())])
-    with whole(path) as written:
+    with atomic_write(path) as written:
         pq.write_table(pa.Table.from_pylist(rows, schema), written)

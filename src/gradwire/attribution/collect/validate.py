@@ -40,7 +40,7 @@ class Options(PlaceOptions):
     corpus: Path | None = Field(None, description="current path of the corpus file (default: as collected)")
 
 
-def beside(options: Options) -> Path | None:
+def output_dir(options: Options) -> Path | None:
     """Return the collection folder, if it exists."""
     return options.output_dir if options.output_dir.is_dir() else None
 

@@ -20,7 +20,7 @@ from pydantic import Field, model_validator
 from gradwire.attribution.options import Count, Metric
 from gradwire.attribution.query.curvature import CurvatureOptions, solver
 from gradwire.base.errors import BadInput
-from gradwire.base.files import check_sums, read_object, whole, write_json
+from gradwire.base.files import atomic_write, check_sums, read_object, write_json
 from gradwire.base.flags import POSITIVE
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class Options(CurvatureOptions):
         return self
 
 
-def beside(options: Options) -> Path:
+def output_dir(options: Options) -> Path:
     """Return the folder of the outputs."""
     return options.output_dir
 
@@ -122,7 +122,7 @@ def main(options: Options) -> None:
     if not options.matrix:
         (options.output_dir / MATRIX).unlink(missing_ok=True)
     write_scores(options.output_dir / "scores.parquet", ids, names, of_groups)
-    with whole(options.output_dir / "top.jsonl") as part, part.open("w", encoding="utf-8") as stream:
+    with atomic_write(options.output_dir / "top.jsonl") as part, part.open("w", encoding="utf-8") as stream:
         for rank, (position, sample) in enumerate(zip(best, samples, strict=True), 1):
             line = {"rank": rank, "sample_id": ids[position], "score": float(scores[position])}
             line |= {"subtask": names[place[position]]} if names else {}
@@ -165,7 +165,7 @@ def write_scores(file: Path, ids: Sequence[str], names: Sequence[str], of_groups
     if names:
         columns["subtask"] = [names[column] for column in of_groups.argmax(1)]
         columns |= {f"subtask:{name}": of_groups[:, column] for column, name in enumerate(names)}
-    with whole(file) as path:
+    with atomic_write(file) as path:
         pq.write_table(pa.table(columns), path)
 
 

@@ -71,7 +71,7 @@ class Options(StoreOptions):
         return self
 
 
-def beside(options: Options) -> Path | None:
+def output_dir(options: Options) -> Path | None:
     """Return the folder of the output, if any."""
     return options.output_dir
 

@@ -28,7 +28,7 @@ from gradwire.attribution.options import (
     SampleOptions,
 )
 from gradwire.base.errors import BadInput, NonFiniteGradient
-from gradwire.base.files import read_object, whole, write_json
+from gradwire.base.files import atomic_write, read_object, write_json
 from gradwire.base.rank_env import RankOptions, rank_options
 from gradwire.lm.data.defaults import Split
 
@@ -64,7 +64,7 @@ class Options(LossOptions, ModuleOptions, PrecisionOptions, SampleOptions, RankO
     output_dir: Path = Field(description=f"folder for {MATRIX}, {SCORES} and {SETTINGS}")
 
 
-def beside(options: Options) -> Path:
+def output_dir(options: Options) -> Path:
     """Return the folder of the outputs."""
     return options.output_dir
 
@@ -232,7 +232,7 @@ def score(
             if not np.isfinite(values).all():
                 place = positions[int(np.flatnonzero(~np.isfinite(values).all(1))[0])]
                 raise NonFiniteGradient(f"the gradient of sample {shards[place].sample_id!r} is not finite.")
-            with whole(file) as made, made.open("wb") as stream:
+            with atomic_write(file) as made, made.open("wb") as stream:
                 np.save(stream, values.astype("<f4"))
 
 
@@ -270,7 +270,7 @@ def join(folder: Path, train: Provenance, shards: Shards, columns: int) -> None:
     from gradwire.attribution.query.influence import write_scores
     from gradwire.attribution.store.samples import longest_first
 
-    with whole(folder / MATRIX) as path:
+    with atomic_write(folder / MATRIX) as path:
         shape = (train.samples, columns)
         matrix = np.lib.format.open_memmap(path, "w+", "<f4", shape)
         for rank in range(train.world_size):

@@ -40,7 +40,7 @@ def target(options: Options) -> Path:
     return chosen if re.fullmatch(r"dim\d+", chosen.name) else chosen / f"dim{options.dim}"
 
 
-def beside(options: Options) -> Path | None:
+def output_dir(options: Options) -> Path | None:
     """Return the folder of the outputs; None if the collection has nothing for it, so that no folder is made."""
     try:
         check_asked(provenance.read(options.base_path), options.base_path, options.num_gpus, [options.dim])

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from gradwire.attribution.store import row_types, store
 from gradwire.attribution.store.row_types import RowCodec
 from gradwire.base.errors import BadInput
-from gradwire.base.files import whole, write_back
+from gradwire.base.files import atomic_write, write_back
 
 if TYPE_CHECKING:
     from gradwire.attribution.store.provenance import Provenance
@@ -196,7 +196,7 @@ def tensor_writer(path: Path, shape: tuple[int, int], row_type: str = "float32")
         row_type: How the rows are stored.
     """
     codec = row_types.build(row_type, shape[1])
-    with whole(path) as part:
+    with atomic_write(path) as part:
         _allocate(part, shape[0], codec)
         with part.open("r+b") as stream:
             writer = Raw(stream, stream.read(_data_offset(part)), NUMPY[codec.dtype])
@@ -207,7 +207,7 @@ def tensor_writer(path: Path, shape: tuple[int, int], row_type: str = "float32")
 @contextmanager
 def raw_writer(path: Path, head: bytes) -> Iterator[Raw]:
     """Open a writer of float32 numbers behind a head; the file appears atomically, on success."""
-    with whole(path) as part, part.open("wb") as stream:
+    with atomic_write(path) as part, part.open("wb") as stream:
         stream.write(head)
         yield Raw(stream, head)
 
@@ -223,7 +223,7 @@ def npy_writer(path: Path, shape: tuple[int, int]) -> AbstractContextManager[Wri
 def parquet_writer(path: Path, shape: tuple[int, int], ids: Sequence[str]) -> Iterator[Columns]:
     """Open a writer of a Parquet file with one row per sample: its id and a list of numbers."""
     schema = pa.schema([("sample_id", pa.string()), ("row", pa.list_(pa.float32(), shape[1]))])
-    with whole(path) as part, pq.ParquetWriter(part, schema) as stream:
+    with atomic_write(path) as part, pq.ParquetWriter(part, schema) as stream:
         yield Columns(stream, ids)
 
 

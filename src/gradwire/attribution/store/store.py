@@ -29,7 +29,7 @@ from torch import Tensor
 from gradwire.attribution.store import row_types
 from gradwire.attribution.store.row_types import CODECS, Bounds, Float32, RowCodec
 from gradwire.base.errors import BadInput, bounded, unknown
-from gradwire.base.files import whole
+from gradwire.base.files import atomic_write
 from gradwire.lm.data.shards import Sample
 
 if TYPE_CHECKING:
@@ -236,7 +236,10 @@ def unbound(names: Names, ids: Sequence[str], wrong: Sequence[int], read: int) -
 def write(names: Names, block: Block) -> None:
     """Write a block's files, each atomically; the ids come last."""
     stored = block.stored if _alone(block.stored) else block.stored.clone(memory_format=torch.contiguous_format)
-    with whole(names.rows) as part, part.open("wb") as stream:  # a stream: torch would embed a path's name in the file
+    with (
+        atomic_write(names.rows) as part,
+        part.open("wb") as stream,
+    ):  # a stream: torch would embed a path's name in the file
         torch.save(contents(stored, block.codec), stream)
     write_metadata(names, block.meta, block.ids)
 
@@ -255,9 +258,9 @@ def check_type(path: Path, codec: RowCodec, origin: Provenance, dim: int) -> Non
 
 def write_metadata(names: Names, meta: pa.Table, ids: Sequence[str]) -> None:
     """Write the table and then the ids of a block whose rows are already written."""
-    with whole(names.meta) as part:
+    with atomic_write(names.meta) as part:
         pq.write_table(meta, part)
-    with whole(names.ids) as part:
+    with atomic_write(names.ids) as part:
         part.write_bytes(pickle.dumps(list(ids)))
 
 

@@ -17,7 +17,7 @@ class Options(Strict):
     compare_with: Path | None = Field(None, description="another experiment's folder: adds a section of differences")
 
 
-def beside(options: Options) -> Path | None:
+def output_dir(options: Options) -> Path | None:
     """The experiment's folder, or None if it does not exist."""
     return options.results_dir if options.results_dir.is_dir() else None
 

@@ -26,7 +26,7 @@ class Options(Strict):
     print_only: bool = Field(False, description="print the table and write nothing")
 
 
-def beside(options: Options) -> Path | None:
+def output_dir(options: Options) -> Path | None:
     """The experiment's folder, or None if it does not exist."""
     return options.results_dir if options.results_dir.is_dir() else None
 

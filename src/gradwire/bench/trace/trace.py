@@ -106,7 +106,7 @@ class Options(Strict):
     output: Path | None = Field(None, description="file to write (default: RUN_DIR/profile.json)")
 
 
-def beside(options: Options) -> Path | None:
+def output_dir(options: Options) -> Path | None:
     """The run's folder, or None if it does not exist."""
     return options.run_dir if options.run_dir.is_dir() else None
 

@@ -23,7 +23,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from tqdm import tqdm
 
 from gradwire.base.errors import RunFault
-from gradwire.base.files import whole, write_json, writing
+from gradwire.base.files import atomic_write, write_json, writing
 from gradwire.bench.progress import PROGRESS, duration, progress_text
 from gradwire.bench.training.settings import Settings
 from gradwire.comm.collectives.world import World
@@ -50,7 +50,7 @@ def profiling(steps: range, start: int, path: Path, world: World) -> Iterator[Ca
         return
 
     def save(recorder: profile) -> None:
-        with whole(path) as part, gzip.open(part, "wb") as compressed, TemporaryDirectory() as folder:
+        with atomic_write(path) as part, gzip.open(part, "wb") as compressed, TemporaryDirectory() as folder:
             plain = Path(folder) / "trace.json"
             recorder.export_chrome_trace(str(plain))
             if not _complete(plain):  # the profiler logs the reason, which is switched off, and raises nothing

@@ -37,7 +37,7 @@ def output(options: Options) -> Path:
     return options.output or options.model_dir.parent / "perplexity.json"
 
 
-def beside(options: Options) -> Path:
+def output_dir(options: Options) -> Path:
     """The folder of the file to write."""
     return output(options).parent
 

@@ -25,7 +25,7 @@ PRELOAD = (
 """Modules that each rank imports and that are slow to import."""
 
 
-def beside(options: Options) -> Path:
+def output_dir(options: Options) -> Path:
     """The run's folder."""
     return options.output_dir
 

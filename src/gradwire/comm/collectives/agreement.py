@@ -18,7 +18,7 @@ from gradwire.comm.collectives.meter import Meter
 FINITE, LEFT_OUT, NONFINITE, UNREDUCED = range(4)  # the worst that a rank met in a step
 
 
-class Watch(Protocol):
+class StepCheck(Protocol):
     """Compares what a model, or a part of one, needs with what is reduced."""
 
     @property
@@ -38,7 +38,7 @@ class Watch(Protocol):
         """Leave parameters without a gradient that all ranks left out."""
 
 
-def check_reduced(watches: Sequence[Watch], step: int) -> list[str]:
+def check_reduced(watches: Sequence[StepCheck], step: int) -> list[str]:
     """End the step of the watched models.
 
     Returns:

@@ -26,7 +26,7 @@ from gradwire.comm.collectives.meter import Meter
 from gradwire.comm.collectives.plan import FLOAT32, Plan, Sizes
 from gradwire.comm.collectives.queue import Request, Task
 from gradwire.comm.compressors.base import Compressor
-from gradwire.comm.compressors.rounds import Ask, Context, Rounds, State
+from gradwire.comm.compressors.rounds import Context, ReduceRequest, Rounds, State
 from gradwire.comm.compressors.segments import Segments
 
 T = TypeVar("T")
@@ -232,7 +232,7 @@ class Group(NamedTuple):
         return values.view(1 if self.joined else len(self.parameters), -1)
 
 
-class Talk(NamedTuple):
+class RoundState(NamedTuple):
     """The state of a group's rounds.
 
     Attributes:
@@ -343,7 +343,7 @@ class Native(Algorithm):
                         self._update(talks[i], sent)
         return [(talk.group, means[i]) for i, talk in enumerate(talks)]
 
-    def _begun(self, flat: Tensor, group: Group, kept: Segments, number: int) -> Talk:
+    def _begun(self, flat: Tensor, group: Group, kept: Segments, number: int) -> RoundState:
         """Start a group's rounds, with residuals added."""
         codec, compressor, parameters = self.codec, group.compressor, group.parameters
         x, feedbacks, residual = group.taken(flat), list[Feedback](), None
@@ -370,9 +370,9 @@ class Native(Algorithm):
             parameters[0].name, parameters[0].form, codec.step, self.ranks.world, codec.seed, group.feedback
         )
         rounds = compressor.rounds(x.view(group.form), state, context)
-        return Talk(group, rounds, x, bad, feedbacks, residual, states, state)
+        return RoundState(group, rounds, x, bad, feedbacks, residual, states, state)
 
-    def _update(self, talk: Talk, sent: Tensor) -> None:
+    def _update(self, talk: RoundState, sent: Tensor) -> None:
         """Keep the compressor's state, and what of compensated parameters was not sent."""
         if len(talk.states) > 1:
             for key, values in talk.state.items():
@@ -389,7 +389,9 @@ class Native(Algorithm):
             feedback.close(error, flag)
         self.codec.note_dropped(bad.sum(0, keepdim=True))
 
-    def _answers(self, talks: Sequence[Talk], asks: dict[int, Ask], kind: Kind) -> Task[dict[int, Tensor]]:
+    def _answers(
+        self, talks: Sequence[RoundState], asks: dict[int, ReduceRequest], kind: Kind
+    ) -> Task[dict[int, Tensor]]:
         """Return the answers to the groups' requests, with one collective per operation and dtype."""
         alike: defaultdict[tuple[str, torch.dtype, bool], list[int]] = defaultdict(list)
         for i, ask in asks.items():

@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 from gradwire.base.errors import BadInput, NonFiniteGradient, RunFault, unknown
 from gradwire.comm.closed_forms import FLOAT32_BYTES, rank_bytes
 from gradwire.comm.collectives import ops, state
-from gradwire.comm.collectives.agreement import LEFT_OUT, NONFINITE, UNREDUCED, Agreement, Watch, check_reduced
+from gradwire.comm.collectives.agreement import LEFT_OUT, NONFINITE, UNREDUCED, Agreement, StepCheck, check_reduced
 from gradwire.comm.collectives.algorithms import ALGORITHMS, Algorithm, Ranks
 from gradwire.comm.collectives.codec import Codec
 from gradwire.comm.collectives.layout import Kind, Layout
@@ -89,7 +89,7 @@ class Reduced(NamedTuple):
     mean: Tensor
 
 
-class Ending(NamedTuple):
+class StepEnd(NamedTuple):
     """The end of an optimizer step, while the ranks agree on what they met in it.
 
     Attributes:
@@ -174,7 +174,7 @@ class Reducer:
         self.nonfinite = checked.nonfinite
         self.parts: dict[str, Reducer] = {}
         self._loss_scale = 1.0
-        self._watches: list[Watch] = []
+        self._watches: list[StepCheck] = []
         self._claimed: set[str] = set()  # parameters whose residuals and states this reducer keeps
         self.meter = Meter(METER)
         kept_for = {**dict(checked), "compressor": schedule, "seed": seed}
@@ -288,7 +288,7 @@ class Reducer:
             )
         self._claimed |= {*names}
 
-    def watch(self, watch: Watch) -> None:
+    def watch(self, watch: StepCheck) -> None:
         """Have `finish` check that all of a model was reduced; several parts of a model may be watched.
 
         Raises:
@@ -419,7 +419,7 @@ class Reducer:
         """
         return self.begin_finish(total, wait=wait).wait()
 
-    def begin_finish(self, total: Tensor | None = None, *, wait: bool = True) -> Ending:
+    def begin_finish(self, total: Tensor | None = None, *, wait: bool = True) -> StepEnd:
         """End the optimizer step, and begin to agree: `finish` without its wait for the other ranks.
 
         What it returns has to be waited for, by ``wait``, which does what `finish` does after it.
@@ -438,10 +438,10 @@ class Reducer:
                 self.codec.note(part.codec.flag)
                 part.codec.flag.zero_()
         if self.alone:
-            return Ending(self, self.step, None)
+            return StepEnd(self, self.step, None)
         left_out = set[str]().union(*(watch.left_out() for watch in self._watches))
         agreement = Agreement(self.everyone, self.meter, self.codec.flag, unreduced, left_out, total)
-        return Ending(self, self.step, agreement)
+        return StepEnd(self, self.step, agreement)
 
     @property
     def traffic(self) -> dict[str, Any]:

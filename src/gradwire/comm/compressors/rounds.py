@@ -18,7 +18,7 @@ from gradwire.comm.compressors.segments import Shape
 State = dict[str, Tensor]
 
 
-class Ask(NamedTuple):
+class ReduceRequest(NamedTuple):
     """A tensor to be reduced over the ranks.
 
     Attributes:
@@ -74,7 +74,7 @@ class RoundCost(NamedTuple):
     gathered: int = 0
 
 
-Rounds = Generator[Ask, Tensor, tuple[Tensor, Tensor]]
+Rounds = Generator[ReduceRequest, Tensor, tuple[Tensor, Tensor]]
 
 
 class Reducible:

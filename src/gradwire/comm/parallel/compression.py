@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from gradwire.base.errors import BadInput
 from gradwire.comm.collectives import Reducer, state
 from gradwire.comm.collectives.ops import Group, new_group
-from gradwire.comm.collectives.reducer import Ending, Given, check_options
+from gradwire.comm.collectives.reducer import Given, StepEnd, check_options
 from gradwire.comm.parallel.checks import check_agreement, check_gradients, parameters_of
 from gradwire.comm.parallel.model import COMPILED, local, named_parameters, trainable_shapes
 from gradwire.comm.parallel.strategies.ddp import DDP
@@ -216,7 +216,7 @@ class Compression:
         self._watch = watch  # knows what was reduced since the last step; None with one rank
         self._stepped = WeakSet[Optimizer]()  # optimizers whose next step must end a step
         self._stepping = WeakSet[Optimizer]()  # optimizers in their step
-        self._ending: Ending | None = None  # a step whose agreement runs while an optimizer computes
+        self._ending: StepEnd | None = None  # a step whose agreement runs while an optimizer computes
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Refuse to be copied or pickled.

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO, NamedTuple
 import ijson
 
 from gradwire.base.errors import BadInput
-from gradwire.base.files import check_regular, sha256_file, whole
+from gradwire.base.files import atomic_write, check_regular, sha256_file
 from gradwire.lm.data.chats import PLAIN, Format
 from gradwire.lm.data.document import Document, Invalid, content, distinct, parse
 
@@ -78,7 +78,7 @@ def write(path: Path, documents: Iterable[Document], max_bytes: int | None = Non
         BadInput: If no document fits.
     """
     count, size, cut = 0, len("[\n\n]\n"), False
-    with whole(path) as part, part.open("wb") as stream:
+    with atomic_write(path) as part, part.open("wb") as stream:
         for document in documents:
             value = {"id": document.id, **content(document)}
             line = (",\n" if count else "[\n").encode() + json.dumps(value, ensure_ascii=False).encode()

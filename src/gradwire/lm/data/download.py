@@ -54,7 +54,7 @@ def given_options(options: Download) -> dict[str, Any]:
     return given
 
 
-def beside(options: Download) -> Path:
+def output_dir(options: Download) -> Path:
     """The folder for a failure record."""
     return options.output.parent
 

@@ -39,7 +39,7 @@ class Options(Strict):
     dataset: str | None = Field(None, description="name in the records (default: the corpus file's)")
 
 
-def beside(options: Options) -> Path:
+def output_dir(options: Options) -> Path:
     """The folder for a failure record."""
     return options.output_dir
 

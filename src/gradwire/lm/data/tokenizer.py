@@ -23,7 +23,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from gradwire.base.errors import BadInput
-from gradwire.base.files import LARGEST_JSON, check_size, check_sums, read_object, whole_folder, write_json
+from gradwire.base.files import LARGEST_JSON, atomic_folder, check_size, check_sums, read_object, write_json
 from gradwire.lm.data import corpus
 from gradwire.lm.data.chats import Template
 from gradwire.lm.data.defaults import VOCABULARY
@@ -343,7 +343,7 @@ def _save(
     origin: dict[str, Any],
     template: Template | None,
 ) -> None:
-    with whole_folder(folder) as part:
+    with atomic_folder(folder) as part:
         backend.save(str(part / TOKENIZER))
         if template is not None:
             (part / TEMPLATE).write_bytes(template.source.encode())

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from gradwire.base.errors import BadInput
-from gradwire.base.files import sha256_file, whole
+from gradwire.base.files import atomic_write, sha256_file
 from gradwire.lm.data import corpus
 from gradwire.lm.data.chats import Format
 from gradwire.lm.data.document import Document, FirstSeen, Invalid
@@ -361,7 +361,7 @@ def encode(tokenizer: Tokenizer, documents: Sequence[Document]) -> list[Encoded]
 
     That token is a target if the text ends with one: then it ends what is learnt, and has the weight of that target.
     """
-    whole = iter(tokenizer.encode_batch([document.text for document in documents if document.spans is None]))
+    atomic_write = iter(tokenizer.encode_batch([document.text for document in documents if document.spans is None]))
     partial = [document for document in documents if document.spans is not None]
     partly, templated = (
         iter(tokenizer.encode_places([each.text for each in partial if each.templated is special], special))
@@ -370,7 +370,7 @@ def encode(tokenizer: Tokenizer, documents: Sequence[Document]) -> list[Encoded]
     encodings: list[Encoded] = []
     for document in documents:
         if document.spans is None:
-            tokens = [*next(whole), tokenizer.eos_id]
+            tokens = [*next(atomic_write), tokenizer.eos_id]
             encodings.append(Encoded(tokens, None, document.weights and document.weights * len(tokens)))
             continue
         tokens, places = next(templated if document.templated else partly)
@@ -422,7 +422,7 @@ def _resumed(folder: Path, settings: dict[str, Any], restart: bool) -> dict[str,
 
 def _save(path: Path, value: dict[str, Any]) -> None:
     """Save through an open file: ``torch.save`` stores a given file name in the archive."""
-    with whole(path) as part, part.open("wb") as stream:
+    with atomic_write(path) as part, part.open("wb") as stream:
         torch.save(value, stream)
 
 

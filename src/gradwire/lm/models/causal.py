@@ -24,7 +24,7 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import logging
 
 from gradwire.base.errors import BadInput
-from gradwire.base.files import SUMS, check_sums, whole_folder, write_json, write_sums
+from gradwire.base.files import SUMS, atomic_folder, check_sums, write_json, write_sums
 from gradwire.lm.models import architecture, optimizer, presets, saved
 
 logging.disable_progress_bar()  # 28 tensors need no progress bar
@@ -141,7 +141,7 @@ def save(
     """
     second = architecture.second_names(config)
     weights = {name: tensor.contiguous() for name, tensor in model_state.items() if name not in second}
-    with whole_folder(output) as part:
+    with atomic_folder(output) as part:
         shutil.copytree(tokenizer_dir, part, dirs_exist_ok=True, ignore=shutil.ignore_patterns(SUMS))
         config.save_pretrained(part)
         save_file(weights, part / saved.WEIGHTS, metadata={"format": "pt"})

@@ -17,7 +17,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from gradwire import __version__
-from gradwire.base.files import whole_folder, write_text, write_with
+from gradwire.base.files import atomic_folder, write_text, write_with
 from gradwire.bench.report.page.data import TEMPLATES, Data, Section
 from gradwire.bench.report.page.style import COLOURS, GRID, INK, MUTED, NEUTRAL, PAPER, Drawing, Plot, styled
 from gradwire.bench.report.tables.checks import SHOWN
@@ -43,10 +43,10 @@ class Drawn(NamedTuple):
 
 def write(data: Data, sections: Sequence[Section]) -> int:
     """Write ``report.html``, ``figures/`` and ``tables/``, and return the number of figures."""
-    with whole_folder(data.results_dir / "tables") as folder:
+    with atomic_folder(data.results_dir / "tables") as folder:
         for table in (table for section in sections for table in section.tables):
             table.save(folder)
-    with whole_folder(data.results_dir / "figures") as folder:
+    with atomic_folder(data.results_dir / "figures") as folder:
         drawn = iter(save_all([plot for section in sections for plot in section.plots], folder))
     figures = {section.key: list(islice(drawn, len(section.plots))) for section in sections}
     write_text(data.results_dir / "report.html", render(data, sections, figures))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gradwire.comm.compressors.base import Quantizer, Shape, as_numbers, numel
-from gradwire.comm.compressors.rounds import Ask, Context, RoundCost, Rounds, State
+from gradwire.comm.compressors.rounds import Context, ReduceRequest, RoundCost, Rounds, State
 
 
 class BF16(Quantizer):
@@ -44,7 +44,7 @@ class BF16(Quantizer):
     def rounds(self, x: Tensor, state: State, context: Context) -> Rounds:
         """One sum in bfloat16."""
         sent = x.to(torch.bfloat16)
-        total = yield Ask("sum", sent, rows=True, spare=not context.feedback)
+        total = yield ReduceRequest("sum", sent, rows=True, spare=not context.feedback)
         return total.to(torch.float32).div_(context.world), sent.to(torch.float32) if context.feedback else x
 
     def round_cost(self, shape: Shape, step: int | None = None) -> RoundCost:

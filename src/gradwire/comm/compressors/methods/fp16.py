@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from gradwire.comm.compressors.base import Quantizer, Shape, as_numbers, numel
-from gradwire.comm.compressors.rounds import Ask, Context, RoundCost, Rounds, State
+from gradwire.comm.compressors.rounds import Context, ReduceRequest, RoundCost, Rounds, State
 
 
 class FP16(Quantizer):
@@ -49,7 +49,7 @@ class FP16(Quantizer):
         """One sum in float16 of values divided by a power of two."""
         smaller = 2.0 ** math.ceil(math.log2(context.world) / 2)
         sent = (x / smaller).to(torch.float16)
-        total = yield Ask("sum", sent, rows=True, spare=not context.feedback)
+        total = yield ReduceRequest("sum", sent, rows=True, spare=not context.feedback)
         mean = total.to(torch.float32).div_(context.world / smaller)  # smaller is a power of two: exact
         return mean, sent.to(torch.float32).mul_(smaller) if context.feedback else x
 

@@ -23,7 +23,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from gradwire.comm.compressors.base import Compressor, Count, Shape, as_numbers, numel
-from gradwire.comm.compressors.rounds import Ask, Context, RoundCost, Rounds, State
+from gradwire.comm.compressors.rounds import Context, ReduceRequest, RoundCost, Rounds, State
 
 TILE = 4096  # slices whose moment is computed at a time
 
@@ -159,23 +159,23 @@ class GradiVeQ(Compressor):
     def rounds(self, x: Tensor, state: State, context: Context) -> Rounds:
         """Sum x in the window, and coefficients after it; the state counts its own steps."""
         if not self.compresses(x.shape):
-            return (yield Ask("sum", x, rows=True)) / context.world, x
+            return (yield ReduceRequest("sum", x, rows=True)) / context.world, x
         step = int(state["steps"]) % self.refresh  # always on the CPU
         state["steps"] = state["steps"] + 1
         if step >= self.window:
             basis = state["basis"].to(x.device)
             sent = self.project(x.view(-1), basis)
-            total = yield Ask("sum", sent)
+            total = yield ReduceRequest("sum", sent)
             mean = self.expand(total / context.world, basis, x.shape)
             return mean.view(x.shape), self.expand(sent, basis, x.shape).view(x.shape)
-        mean = (yield Ask("sum", x)) / context.world
+        mean = (yield ReduceRequest("sum", x)) / context.world
         new = sums(self.cut(mean.view(-1))[0])
         for key, value in new._asdict().items():
             before = state[key].to(x.device) if step else 0
             state[key] = before + torch.where(new.moment.isfinite().all(), value, 0)
         if step == self.window - 1:
             basis = self.basis(Sums(state["count"].clamp_min(1), state["total"], state["moment"]))
-            state["basis"] = (yield Ask("gather", basis))[0]
+            state["basis"] = (yield ReduceRequest("gather", basis))[0]
         return mean, x
 
     def round_cost(self, shape: Shape, step: int | None = None) -> RoundCost:

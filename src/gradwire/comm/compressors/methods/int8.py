@@ -23,7 +23,7 @@ from gradwire.base.errors import BadInput
 from gradwire.comm.compressors.base import SMALLEST_SCALE, Block, BlockQuantizer, Shape, as_numbers, numel, quotient
 from gradwire.comm.compressors.packing import pack, packed_bytes, unpack
 from gradwire.comm.compressors.philox import draw_seed, uniforms
-from gradwire.comm.compressors.rounds import Ask, Context, RoundCost, Rounds, State
+from gradwire.comm.compressors.rounds import Context, ReduceRequest, RoundCost, Rounds, State
 
 
 class Int8(BlockQuantizer):
@@ -86,10 +86,10 @@ class Int8(BlockQuantizer):
         top = 127 // context.world
         if not top:
             raise BadInput(f"int8 sums the codes of at most 127 ranks, not of {context.world}; use the exchange.")
-        largest = yield Ask("max", torch.cat([x.view(-1).abs(), x.new_zeros(1)]).amax().view(1))
+        largest = yield ReduceRequest("max", torch.cat([x.view(-1).abs(), x.new_zeros(1)]).amax().view(1))
         scale = quotient(largest, top).clamp_min(SMALLEST_SCALE)
         codes = (x / scale).round_().clamp_(-top, top).to(torch.int8)
-        total = yield Ask("sum", codes, rows=True)
+        total = yield ReduceRequest("sum", codes, rows=True)
         return total.to(torch.float32) * scale / context.world, codes.to(torch.float32) * scale
 
     def round_cost(self, shape: Shape, step: int | None = None) -> RoundCost:

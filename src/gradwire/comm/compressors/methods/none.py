@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradwire.comm.compressors.base import Quantizer, Shape, as_numbers, numel
-from gradwire.comm.compressors.rounds import Ask, Context, RoundCost, Rounds, State
+from gradwire.comm.compressors.rounds import Context, ReduceRequest, RoundCost, Rounds, State
 
 
 class Uncompressed(Quantizer):
@@ -41,7 +41,7 @@ class Uncompressed(Quantizer):
 
     def rounds(self, x: Tensor, state: State, context: Context) -> Rounds:
         """One sum; this rank's contribution is ``x`` itself."""
-        total = yield Ask("sum", x, rows=True)
+        total = yield ReduceRequest("sum", x, rows=True)
         return total / context.world, x
 
     def round_cost(self, shape: Shape, step: int | None = None) -> RoundCost:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from gradwire.comm.compressors.base import Compressor, Count, Shape, as_numbers, numel
 from gradwire.comm.compressors.philox import draw_seed, uniforms
-from gradwire.comm.compressors.rounds import Ask, Context, RoundCost, Rounds, State
+from gradwire.comm.compressors.rounds import Context, ReduceRequest, RoundCost, Rounds, State
 
 DEPENDENT = 1e-6  # a column whose part outside the earlier ones is smaller than this is only rounding error of M Q
 
@@ -100,14 +100,14 @@ class PowerSGD(Compressor):
         so; it keeps its previous direction.
         """
         if x.ndim == 1 or not self.compresses(x.shape[-2:]):
-            return (yield Ask("sum", x, rows=True)) / context.world, x
+            return (yield ReduceRequest("sum", x, rows=True)) / context.world, x
         if self.warm_start:
             start = state["q"].to(x.device)
         else:
             start = self.drawn(x.shape, torch.tensor([context.derived_seed()], dtype=torch.int64, device=x.device))
         product = (start.mT @ x.mT).mT.contiguous()  # on a CPU in a third of the time of x @ start
-        p = orthonormal((yield Ask("sum", product, spare=True)))
-        q = (yield Ask("sum", (p.mT @ x).mT.contiguous(), spare=True)) / context.world
+        p = orthonormal((yield ReduceRequest("sum", product, spare=True)))
+        q = (yield ReduceRequest("sum", (p.mT @ x).mT.contiguous(), spare=True)) / context.world
         if self.warm_start:
             # P depends on directions only; scaling avoids overflow and underflow
             length = q.abs().amax(dim=-2, keepdim=True)

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from gradwire.comm.compressors.base import Shape, as_numbers, numel
 from gradwire.comm.compressors.philox import WORD, draw_seed, words
-from gradwire.comm.compressors.rounds import Ask, Context, RoundCost, Rounds, State
+from gradwire.comm.compressors.rounds import Context, ReduceRequest, RoundCost, Rounds, State
 from gradwire.comm.compressors.sparse import Sparsifier, share
 
 SEED = 8  # bytes
@@ -93,7 +93,7 @@ class RandomK(Sparsifier):
         seed = torch.frombuffer(bytearray(hashlib.sha256(key).digest()[:SEED]), dtype=torch.uint8).to(x.device)
         places, _ = self.found(seed, context.shape)
         values = x.view(-1)[places]
-        total = yield Ask("sum", values)
+        total = yield ReduceRequest("sum", values)
         mean, sent = (self.placed(vector, places, context.shape) for vector in (total / context.world, values))
         return mean.view(context.shape), sent.view(context.shape)
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from gradwire.comm.compressors.base import Block, BlockQuantizer, Shape, as_numbers, numel
 from gradwire.comm.compressors.packing import pack, packed_bytes, unpack
-from gradwire.comm.compressors.rounds import Ask, Context, RoundCost, Rounds, State
+from gradwire.comm.compressors.rounds import Context, ReduceRequest, RoundCost, Rounds, State
 
 
 class SignSGD(BlockQuantizer):
@@ -85,7 +85,7 @@ class SignSGD(BlockQuantizer):
     def rounds(self, x: Tensor, state: State, context: Context) -> Rounds:
         """The majority's sign of each element."""
         wire = self.coded(x, None)[0]
-        ballots = yield Ask("gather", wire)
+        ballots = yield ReduceRequest("gather", wire)
         bits = ballots[:, self.head_bytes(context.shape) :]
         lanes = [((bits >> lane) & 1).sum(dim=0, dtype=torch.int32) for lane in range(8)]
         against = torch.stack(lanes, dim=1).view(-1)[: x.numel()]

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from gradwire.comm.compressors.base import Compressor, Shape, as_numbers, numel
 from gradwire.comm.compressors.philox import WORD, draw_seed, words
-from gradwire.comm.compressors.rounds import Ask, Context, RoundCost, Rounds, State
+from gradwire.comm.compressors.rounds import Context, ReduceRequest, RoundCost, Rounds, State
 from gradwire.comm.compressors.sparse import largest, largest_places, share
 
 FEWEST_COLUMNS = 16
@@ -131,12 +131,12 @@ class Sketch(Compressor):
     def rounds(self, x: Tensor, state: State, context: Context) -> Rounds:
         """Sum the tables, then exact values where the summed table's estimates are largest."""
         if not self.compresses(x.shape):
-            return (yield Ask("sum", x, rows=True)) / context.world, x
+            return (yield ReduceRequest("sum", x, rows=True)) / context.world, x
         seed = torch.tensor([context.derived_seed()], dtype=torch.int64, device=x.device)
-        table = yield Ask("sum", self.table(x, seed))
+        table = yield ReduceRequest("sum", self.table(x, seed))
         places = largest_places(self.estimates(table, seed, x.numel()), self.examined(x.shape))
         values = x.view(-1)[places]
-        total = yield Ask("sum", values)
+        total = yield ReduceRequest("sum", values)
         chosen = largest(total, self.kept(x.shape))
         zeros = torch.zeros_like(x).view(-1)
         mean = zeros.index_copy(0, places, torch.where(chosen, total / context.world, 0))
