@@ -23,7 +23,6 @@ from test_training import SMALL, losses, run, shards, words  # noqa: F401  a fix
 from gradwire import cli
 from gradwire.base.files import sha256_file, write_json
 from gradwire.bench.launch.ranks import THREADS
-from gradwire.bench.training import results
 
 FEEDBACK = json.dumps({"rounding": "stochastic", "error_feedback": True, "schedule": {"block": {"0": 128, "4": 64}}})
 OPTIONS = {"comm_compress": "int8", "comm_config_json": FEEDBACK, "checkpoint_every": 2, "keep_checkpoints": 3}
@@ -265,7 +264,7 @@ def test_sigterm_saves_and_exits_75_and_the_run_goes_on_as_if_unbroken(
 
 def test_a_signal_while_results_are_written_does_not_break_them_off(shards, tmp_path, monkeypatch):  # noqa: F811
     """Training is over by then: nothing would be left to resume, and a part of a file would stay."""
-    write_table, parts = results.pq.write_table, []
+    write_table, parts = pq.write_table, []
 
     def interrupted(table, path):
         path.write_bytes(b"half a file")
@@ -276,7 +275,7 @@ def test_a_signal_while_results_are_written_does_not_break_them_off(shards, tmp_
     def ended(number, frame):  # as the signal's default action, but not of this whole process
         raise SystemExit(-number)
 
-    monkeypatch.setattr(results.pq, "write_table", interrupted)
+    monkeypatch.setattr(pq, "write_table", interrupted)
     before = signal.signal(signal.SIGTERM, ended)
     try:
         assert train(tmp_path, shards) == 0
