@@ -17,8 +17,8 @@ from gradwire.base.files import atomic_folder, atomic_write, remove_leftovers, w
 WRITER = """
 import sys
 from pathlib import Path
-from gradwire.base.files import whole, whole_folder
-with whole(Path(sys.argv[1])) as part, whole_folder(Path(sys.argv[2])) as folder:
+from gradwire.base.files import atomic_folder, atomic_write
+with atomic_write(Path(sys.argv[1])) as part, atomic_folder(Path(sys.argv[2])) as folder:
     part.write_text(sys.argv[3])
     (folder / "content").write_text(sys.argv[3])
     print("writing", flush=True)

@@ -12,17 +12,17 @@ from gradwire.attribution.store import store
 
 if __name__ == "__main__":
     left = int(sys.argv[1])
-    whole = store.whole
+    write = store.atomic_write
 
     @contextmanager
-    def whole_until_killed(path):
+    def write_until_killed(path):
         global left
-        with whole(path) as part:
+        with write(path) as part:
             if left == 0:
                 part.write_bytes(b"half a file")
                 os.kill(os.getpid(), signal.SIGKILL)
             left -= 1
             yield part
 
-    store.whole = whole_until_killed
+    store.atomic_write = write_until_killed
     sys.exit(cli.main(sys.argv[2:]))

@@ -571,10 +571,10 @@ WRITING = """
 import sys
 from contextlib import ExitStack
 from pathlib import Path
-from gradwire.base.files import whole
+from gradwire.base.files import atomic_write
 with ExitStack() as stack:
     for path in map(Path, sys.argv[1:]):
-        stack.enter_context(whole(path)).write_text("half a file")
+        stack.enter_context(atomic_write(path)).write_text("half a file")
     print("writing", flush=True)
     sys.stdin.read()
 """

@@ -243,7 +243,7 @@ def test_what_cannot_be_read_is_moved_aside(tmp_path, capsys):
 def test_a_source_with_nothing_in_it_is_refused_before_snakemake_starts(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("texts").mkdir()
-    for path, said in {"texts": "folder texts holds no text files", "texts/**/*.gz": "no file that matches"}.items():
+    for path, said in {"texts": "no folder that holds any", "texts/**/*.gz": "no glob that matches a file"}.items():
         dataset = {"source": "text", "data_path": path}
         Path("experiment.yaml").write_text(yaml.safe_dump({**GOOD, "dataset": dataset}))
         assert cli.main(["run"]) == 2
@@ -260,7 +260,11 @@ def saved(folder):
 @pytest.mark.parametrize(
     ("source", "write", "said"),
     [
-        ("text", lambda folder: (folder / "a.txt").write_bytes(bytes(range(256))), "given/a.txt is not text: it has"),
+        (
+            "text",
+            lambda folder: (folder / "a.txt").write_bytes(bytes(range(256))),
+            "given/a.txt cannot be read as text in utf-8",
+        ),
         pytest.param("datasets", saved, "given, split train has no column text; it has body", marks=pytest.mark.sweep),
     ],
     ids=["binary file", "no such column"],

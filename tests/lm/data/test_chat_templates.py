@@ -133,7 +133,7 @@ def test_a_chat_that_the_template_does_not_keep_is_refused(tmp_path, case):
     corpus = write(tmp_path / "c.jsonl", [{"id": "one", "messages": CHATS["turns"]}])
     error = tokenize(corpus, tmp_path / "tokenizer", tmp_path / "out")
     assert error.count("\n") == 0 and message in error
-    assert "c.jsonl: document 0 (counted from 0, line 1, id 'one')" in error
+    assert "c.jsonl: document 0 (counted from 0, id 'one')" in error
     assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
 
 
@@ -149,7 +149,7 @@ def test_a_refusal_by_the_template_names_the_document(tmp_path):
     make_tokenizer(tmp_path / "tokenizer", unmarked(MISTRAL))
     fine, wrong = {"id": "fine", "messages": CHATS["one"]}, {"id": "wrong", "messages": [SYSTEM, SAID, ASKED, SAID]}
     error = tokenize(write(tmp_path / "c.jsonl", [fine, wrong]), tmp_path / "tokenizer", tmp_path / "out")
-    assert "document 1 (counted from 0, line 2, id 'wrong')" in error and "roles must alternate" in error
+    assert "document 1 (counted from 0, id 'wrong')" in error and "roles must alternate" in error
 
 
 @pytest.mark.parametrize("form", [marked, unmarked])

@@ -25,7 +25,7 @@ from gradwire.base import plugins
 from gradwire.base.errors import BadInput
 from gradwire.bench.config import experiment
 from gradwire.bench.training.generate import continuation
-from gradwire.comm.parallel import strategy
+from gradwire.comm import parallel
 from gradwire.lm.data import tokenizer
 from gradwire.lm.data.batches import Batch
 from gradwire.lm.models import architecture, causal, lora, optimizer, presets, saved
@@ -473,9 +473,9 @@ def test_a_model_keeps_the_contract(name, third_party, small, tmp_path):
     assert any(not torch.equal(tensor, other.state_dict()[key]) for key, tensor in state.items())
     assert {p.dtype for p in model.parameters()} == {torch.float32} and model.config.vocab_size == 320
     assert not any(module.p for module in model.modules() if isinstance(module, torch.nn.Dropout))
-    blocks = strategy.blocks(model)
+    blocks = parallel.model.blocks(model)
     assert len(blocks) == model.config.num_hidden_layers and len({type(block) for block in blocks}) == 1
-    sizes = strategy.block_sizes(model)
+    sizes = parallel.block_sizes(model)
     assert sum(sizes) == sum(p.numel() for p in model.parameters()) and 0 < sizes[1] == sizes[-1]
 
     causal.save(state, model.config, small.model, tmp_path / "m", {})
@@ -558,22 +558,22 @@ def test_blocks_are_the_repeated_module_with_the_most_parameters():
     model = torch.torch.nn.Module()
     model.embeddings = torch.nn.ModuleList([torch.nn.Embedding(9, 8), torch.nn.Embedding(4, 8)])
     model.layers = torch.nn.ModuleList([Block(), Block()])
-    assert strategy.blocks(model) == list(model.layers)
-    assert strategy.block_sizes(model) == [13 * 8, 4 * 72, 4 * 72]
-    assert strategy.blocks(torch.nn.Linear(2, 2)) == []
+    assert parallel.model.blocks(model) == list(model.layers)
+    assert parallel.block_sizes(model) == [13 * 8, 4 * 72, 4 * 72]
+    assert parallel.model.blocks(torch.nn.Linear(2, 2)) == []
     model.layers = torch.nn.ModuleDict({"0": Block(), "1": Block()})  # as torchtitan has them
-    assert strategy.blocks(model) == list(model.layers.values())
+    assert parallel.model.blocks(model) == list(model.layers.values())
     model.layers = torch.nn.Sequential(Block(), Block())
-    assert strategy.blocks(model) == list(model.layers)
+    assert parallel.model.blocks(model) == list(model.layers)
     model.layers = torch.nn.ModuleList([model.layers[0]] * 3)  # one block with shared weights
-    assert strategy.blocks(model) == [model.layers[0]]
+    assert parallel.model.blocks(model) == [model.layers[0]]
 
 
 def test_modules_of_a_dict_or_a_sequence_that_do_not_repeat_are_no_blocks():
     linear, mixed = torch.nn.Linear(8, 8), torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh())
     for model in (mixed, torch.nn.Sequential(linear, linear), torch.nn.Sequential(mixed, mixed)):
-        assert strategy.blocks(model) == []
+        assert parallel.model.blocks(model) == []
     heads = torch.nn.ModuleDict({"mean": torch.nn.Linear(8, 2), "spread": torch.nn.Linear(8, 2)})
     layers = torch.nn.ModuleList([mixed, mixed])
     nested = torch.nn.ModuleDict({"embedding": torch.nn.Embedding(9, 8), "layers": layers, "heads": heads})
-    assert strategy.blocks(nested) == [mixed], "a dict of all parts is not a list of blocks"
+    assert parallel.model.blocks(nested) == [mixed], "a dict of all parts is not a list of blocks"

@@ -91,7 +91,7 @@ class Text(Source):
             metadata["files"] += 1
             title, body = split_title(read(path, self.encoding), _ending(path))
             if body:
-                yield {"id": id_, "title": title or path.name, "text": body}
+                yield {"id": id_, "title": title or id_.rpartition("/")[2], "text": body}
             else:
                 metadata["files_without_text"] += 1
 
