@@ -148,6 +148,18 @@ def test_a_corpus_may_have_a_byte_order_mark_and_escapes(name, encoding, tmp_pat
         assert [(one.id, one.body) for one in documents(tmp_path / name)] == [(text, text) for text in texts]
 
 
+def test_a_number_may_have_more_digits_than_python_reads(tmp_path):
+    """In a process of its own: ijson ended one that kept Python's limit by a signal."""
+    digits = "9" * 5000
+    (tmp_path / "c.json").write_text(f'[{{"id": "a", "text": "words", "n": {digits}}}]')
+    program = (
+        "import sys; from gradwire.lm.data.corpus import documents; from pathlib import Path;"
+        "print(*(d.given['n'] for d in documents(Path(sys.argv[1]))))"
+    )
+    done = subprocess.run([sys.executable, "-c", program, tmp_path / "c.json"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout.strip()) == (0, digits), done.stderr
+
+
 def test_white_space_before_an_array_may_be_long(tmp_path):
     (tmp_path / "c.json").write_text("\n" * 100_000 + json.dumps(values(3)))
     assert len(list(documents(tmp_path / "c.json"))) == 3

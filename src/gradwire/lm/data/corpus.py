@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import sys
 from collections.abc import Iterable, Iterator
 from decimal import InvalidOperation
 from pathlib import Path
@@ -105,6 +106,7 @@ def _values(path: Path) -> Iterator[Any]:
     try:
         with path.open("rb") as file:
             _check_first(file, path, lines)
+            sys.set_int_max_str_digits(0)  # ijson's C code crashes where Python refuses a number of many digits
             for value in ijson.items(file, "" if lines else "item", multiple_values=lines):
                 yield value
                 position += 1
