@@ -22,7 +22,7 @@ HISTORY = {"CHANGELOG.md"}  # names what left
 MADE = {  # by the reader of a page
     "gradwire.Dither",
     "src/gradwire/comm/compressors/methods/dither.py",
-    "tests/comm/compressors/test_dither.py",
+    "tests/comm/compressors/methods/test_dither.py",
 }
 NAME = re.compile(r"(?<![\w./-])gradwire(?:\.[A-Za-z_]\w*)+")
 TOP = "src|tests|benchmarks|configs|docs|examples|workflow|containers"
