@@ -22,6 +22,7 @@ NEEDED = (
     "LICENSE",
     "src",
     "workflow",
+    "profiles",
     "Snakefile",
     "config.yaml",
     "configs",
@@ -89,6 +90,7 @@ def test_the_source_distribution_holds_the_workflow_twice_as_files(sdist):
     assert not any(file.is_symlink() for file in sdist.rglob("*"))
     for folder in (sdist / "workflow", sdist / "src" / LINKED):
         assert files_of(folder) == files_of(ROOT / "workflow")
+    assert (sdist / "profiles" / "default" / "profile.yaml").is_file()  # Snakemake loads it by itself
 
 
 def test_snakemake_plans_the_experiment_in_the_source_distribution(sdist):

@@ -107,7 +107,7 @@ def trained(
     _, _, outcome = loop.train(settings, splits, world, "gpu-check", Preemption())
     return {
         "losses": [row["loss"] for row in outcome.rows],
-        "sent": [row["bytes_sent"] for row in outcome.rows],
+        "sent": [row.get("bytes_sent") for row in outcome.rows],
         "closed_form": [row.get("bytes_closed_form") for row in outcome.rows],
         "step_ms": [row["step_ms"] for row in outcome.rows if not row["warmup"] and not row["profiled"]],
         "numel": outcome.numel,

@@ -43,6 +43,20 @@ def writing(path: Path) -> Iterator[None]:
         raise RunFault(f"{path} cannot be written: {cause}.") from error
 
 
+def files_below(folder: Path) -> Iterator[Path]:
+    """Yield the files below a folder; links to folders are not followed.
+
+    Raises:
+        OSError: If a folder cannot be read, which `Path.rglob` leaves out silently.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    for parent, _, names in os.walk(folder, onerror=refuse):
+        yield from (Path(parent, name) for name in names)
+
+
 def check_folder(path: Path, name: str = "") -> None:
     """Check that files can be created in a folder; create the folder if it is missing.
 
@@ -372,13 +386,13 @@ def parse_yaml(text: str) -> Any:
     import yaml
 
     class Loader(yaml.SafeLoader):
-        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-            seen: set[Hashable] = set()
+        def compose_mapping_node(self, anchor: Any) -> Any:
+            node, seen = super().compose_mapping_node(anchor), set[Hashable]()
             for key in (key for key, _ in node.value if key.id == "scalar" and key.tag != MERGE):
                 if (name := self.construct_object(key)) in seen:
                     raise ValueError(f"line {key.start_mark.line + 1}: the key {name!r} is given twice")
                 seen.add(name)
-            return super().construct_mapping(node, deep)
+            return node
 
     try:
         return yaml.load(text, Loader)

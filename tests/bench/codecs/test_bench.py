@@ -90,6 +90,8 @@ SAVED = {
     "nan": (torch.tensor([1.0, float("nan")]), "holds values that are not finite"),
     "zeros": (torch.zeros(3), "all zeros"),
     "empty": (torch.zeros(0), "is empty"),
+    "sparse": (torch.tensor([0.0, 2.0]).to_sparse(), "save a dense tensor of floats"),
+    "integers": (torch.tensor([1, 2]), "save a dense tensor of floats"),
 }
 
 

@@ -39,7 +39,8 @@ BAD = {
     "blank text": (b'[{"id": "a", "text": " \\n"}]', "document 0 (counted from 0, id 'a') has no text"),
     "text no string": (b'[{"id": "a", "text": 3}]', "document 0 (counted from 0, id 'a') has no text"),
     "title no string": (b'[{"title": 0, "text": "x"}]', "has a number as title"),
-    "id no string": (b'[{"id": [1], "text": "x"}]', "has [1] as id"),
+    "id no string": (b'[{"id": [1], "text": "x"}]', "has an array as id"),
+    "id a long number": (b'[{"id": 1e9999999, "text": "x"}]', "has a number of more than 4300 digits as id"),
     "id empty": (b'[{"id": "", "text": "x"}]', 'has "" as id'),
     "id true": (b'[{"id": true, "text": "x"}]', "has true as id"),
     "duplicate ids": (

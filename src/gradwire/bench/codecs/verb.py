@@ -257,9 +257,12 @@ def read_gradient(path: Path) -> list[Tensor]:
     import torch
 
     try:
-        values = torch.load(path, map_location="cpu", weights_only=True).detach().to(torch.float32)
+        values = torch.load(path, map_location="cpu", weights_only=True).detach()
     except Exception as error:  # torch raises many kinds for unreadable files
         raise BadInput(f"--gradient: {path} is no tensor that torch.load reads ({type(error).__name__}).") from None
+    if not values.is_floating_point() or values.layout is not torch.strided:
+        raise BadInput(f"--gradient: {path} holds {values.dtype} ({values.layout}); save a dense tensor of floats.")
+    values = values.to(torch.float32)
     if not values.isfinite().all() or not values.any():
         raise BadInput(f"--gradient: {path} is empty, all zeros, or holds values that are not finite.")
     return [values.reshape(len(values), -1) if values.ndim > 1 else values.view(-1)]

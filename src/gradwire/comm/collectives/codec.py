@@ -247,9 +247,9 @@ class Codec:
         self._loaded.loosen({key: feedback.state_dict() for key, feedback in self.feedbacks.items()})
         self.feedbacks = {}
 
-    def drop_loose(self) -> int:
-        """Drop the residuals that no piece has taken up; return their elements."""
-        return self._loaded.drop_loose()
+    def drop_loose(self) -> None:
+        """Drop the residuals that no piece has taken up."""
+        self._loaded.drop_loose()
 
     def hold(self, names: set[str]) -> None:
         """Copy what is kept of parameters, before the first reduction of a step that may not count for them."""

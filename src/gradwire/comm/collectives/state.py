@@ -205,10 +205,9 @@ class Loaded:
             self._loose.setdefault((name, phase), []).append((at, residual[RESIDUAL].clone()))
         self.residuals = {}
 
-    def drop_loose(self) -> int:
-        """Drop the residuals that no piece has taken up; return their elements."""
-        loose, self._loose = self._loose, {}
-        return sum(residual.numel() for parts in loose.values() for _, residual in parts)
+    def drop_loose(self) -> None:
+        """Drop the residuals that no piece has taken up."""
+        self._loose = {}
 
     def meet(self, name: str, phase: Phase, step: int) -> None:
         """Mark what was loaded of a parameter as used.

@@ -1,8 +1,8 @@
 """The second form of a compressor: a dialogue with collectives that can reduce its messages natively.
 
-``compressor.rounds(x, state, context)`` is a generator. It yields an `Ask`, receives the reduced tensor, and returns
-the approximation of the mean and this rank's own contribution to it. The reducer drives it with collectives, fused over
-parameters.
+``compressor.rounds(x, state, context)`` is a generator. It yields a `ReduceRequest`, receives the reduced tensor, and
+returns the approximation of the mean and this rank's own contribution to it. The reducer drives it with collectives,
+fused over parameters.
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ from gradwire.lm.data.targets import Content, Spans, Weights
 
 ID_GROUP = "gradwire.sample_ids"
 SHOWN = 20  # problems that a report describes
+MOST_DIGITS = 4300  # of a number that is an id, as of an integer that Python reads
 CONTENT = ("text", "target_spans", "target_weights", "prompt", "completion", "messages", "weight")
 IdOf: TypeAlias = Callable[[Mapping[str, Any]], Any]
 
@@ -136,7 +137,7 @@ def parse(
     Args:
         values: Mappings with ``text``, ``prompt`` and ``completion``, or ``messages``; optionally ``id``, ``title``.
         where: Origin of the values, for messages.
-        id_from: Source of the ids, as in ``documents``.
+        id_from: Source of the ids, as in `ids_from`.
         chats: Format of chats.
         invalid: Gets the invalid documents, which are left out; None: the first is an error.
 
@@ -230,9 +231,12 @@ def _document_id(value: Any, position: int) -> str:
         return value
     if isinstance(value, float) and math.isfinite(value):
         value = Decimal(repr(value))
+    if isinstance(value, Decimal) and abs(value.adjusted()) > MOST_DIGITS:
+        raise ValueError(f"has a number of more than {MOST_DIGITS} digits as id; write it as a string")
     if isinstance(value, int | Decimal) and not isinstance(value, bool):
         return format(value, "f") if isinstance(value, Decimal) else str(value)
-    raise ValueError(f"has {json.dumps(value, default=str)} as id; it must be a non-empty string or a number")
+    given = _kind(value) if isinstance(value, list | dict) else json.dumps(value)
+    raise ValueError(f"has {given} as id; it must be a non-empty string or a number")
 
 
 def _kind(value: Any) -> str:

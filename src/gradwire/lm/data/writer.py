@@ -361,7 +361,7 @@ def encode(tokenizer: Tokenizer, documents: Sequence[Document]) -> list[Encoded]
 
     That token is a target if the text ends with one: then it ends what is learnt, and has the weight of that target.
     """
-    atomic_write = iter(tokenizer.encode_batch([document.text for document in documents if document.spans is None]))
+    plain = iter(tokenizer.encode_batch([document.text for document in documents if document.spans is None]))
     partial = [document for document in documents if document.spans is not None]
     partly, templated = (
         iter(tokenizer.encode_places([each.text for each in partial if each.templated is special], special))
@@ -370,7 +370,7 @@ def encode(tokenizer: Tokenizer, documents: Sequence[Document]) -> list[Encoded]
     encodings: list[Encoded] = []
     for document in documents:
         if document.spans is None:
-            tokens = [*next(atomic_write), tokenizer.eos_id]
+            tokens = [*next(plain), tokenizer.eos_id]
             encodings.append(Encoded(tokens, None, document.weights and document.weights * len(tokens)))
             continue
         tokens, places = next(templated if document.templated else partly)

@@ -17,9 +17,12 @@ from __future__ import annotations
 
 import copy
 import time
+import warnings
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib.metadata import version
+from threading import Timer
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +43,7 @@ from gradwire.comm.parallel.strategy import attach, is_prepared
 from gradwire.comm.parallel.wrap import wrap
 from gradwire.comm.torch_internals import abort_quorum_group, managed, quorum_group
 
+PATIENCE_S = 10.0  # seconds of waiting for groups after which there is a message
 ATTEMPTS = 20  # of one round's average
 NOTHING = torch.zeros(1, dtype=torch.int64, device="cpu")
 LOST = (RuntimeError, RunFault)  # what a collective raises if it lacks a rank
@@ -207,23 +211,24 @@ class Quorum:
         """
         least, patience = self._given.least, self._given.quorum_timeout.total_seconds()
         began = time.monotonic()
-        while True:
-            before, received = self._manager.state_dict(), self._received
-            try:
-                self._manager.start_quorum()
-            except (TimeoutError, RuntimeError) as error:
-                raise RunFault(
-                    f"no quorum of {least} groups or more in {patience:g} s: are the lighthouse and the other groups "
-                    f"there? The manager's quorum_timeout must exceed the time of a round. ({error})"
-                ) from error
-            if self._failed():
-                self._manager.load_state_dict(before)
-                self._received = received
-            if (there := self._manager.num_participants()) >= least:
-                break
-            if time.monotonic() - began > patience:
-                raise RunFault(f"{there} groups after {patience:g} s, and the manager has a minimum of {least}.")
-            time.sleep(1)
+        with warned(f"gradwire: group {self.number} waits for a quorum of {least} groups or more."):
+            while True:
+                before, received = self._manager.state_dict(), self._received
+                try:
+                    self._manager.start_quorum()
+                except (TimeoutError, RuntimeError) as error:
+                    raise RunFault(
+                        f"no quorum of {least} groups or more in {patience:g} s: are the lighthouse and the other "
+                        f"groups there? The manager's quorum_timeout must exceed the time of a round. ({error})"
+                    ) from error
+                if self._failed():
+                    self._manager.load_state_dict(before)
+                    self._received = received
+                if (there := self._manager.num_participants()) >= least:
+                    break
+                if time.monotonic() - began > patience:
+                    raise RunFault(f"{there} groups after {patience:g} s, and the manager has a minimum of {least}.")
+                time.sleep(1)
         if (group := quorum_group(self._manager)) is not self._reducer.group:
             self._reducer.reduce_over(group)
 
@@ -370,3 +375,15 @@ def prepare_group(
     reducer = QuorumReducer(compressor, number * size + dist.get_rank(), **options)
     check_agreement(None, reducer, parameters_of(model), number=number)
     return model, reducer
+
+
+@contextmanager
+def warned(message: str) -> Iterator[None]:
+    """Warn if the context takes longer than `PATIENCE_S`."""
+    timer = Timer(PATIENCE_S, warnings.warn, [message])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

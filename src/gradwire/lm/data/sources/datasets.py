@@ -12,7 +12,7 @@ from typing import Any, Self
 from pydantic import Field, model_validator
 
 from gradwire.base.errors import BadInput, unknown
-from gradwire.base.files import check_regular, digest, read_object, sha256_file
+from gradwire.base.files import check_regular, digest, files_below, read_object, sha256_file
 from gradwire.lm.data import targets
 from gradwire.lm.data.document import parse
 from gradwire.lm.data.sources import Source, Stream, folder_name, require_revision
@@ -150,7 +150,7 @@ def saved_digest(folder: Path) -> str:
         BadInput: If a folder in it cannot be read, or a file is a pipe or a device.
     """
     try:
-        files = [path for path in sorted(folder.rglob("*")) if not path.is_dir()]
+        files = sorted(files_below(folder))
         for file in files:
             check_regular(file)
         sizes = [

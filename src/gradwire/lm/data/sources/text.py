@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import Field
 
 from gradwire.base.errors import BadInput
-from gradwire.base.files import check_regular, digest
+from gradwire.base.files import check_regular, digest, files_below
 from gradwire.lm.data import corpus
 from gradwire.lm.data.document import parse
 from gradwire.lm.data.sources import Source, Stream, folder_name, require_revision
@@ -64,10 +64,14 @@ class Text(Source):
         check_regular(where, "data_path")
         in_folder = where.is_dir()
         root = where if in_folder else where.parent if os.path.lexists(where) else _before_wildcards(where)
-        pattern = "**/*" if in_folder else str(where.relative_to(root))
         files = {}
         try:
-            paths = [where] if os.path.lexists(where) and not in_folder else [*root.glob(pattern)]
+            if in_folder:
+                paths = [*files_below(where)]
+            else:
+                paths = [where] if os.path.lexists(where) else [*root.glob(str(where.relative_to(root)))]
+        except OSError as error:
+            raise BadInput(f"data_path: {error.filename} cannot be read: {error.strerror}.") from None
         except ValueError as error:  # such as a ** next to other characters
             raise BadInput(f"data_path: {where} is no glob: {error}.") from None
         for path in paths:
