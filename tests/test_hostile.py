@@ -207,6 +207,25 @@ def test_an_output_folder_that_cannot_be_written(verb, place, tmp_path, capsys):
     assert [path.name for path in tmp_path.iterdir()] == ["file"] and (tmp_path / "file").read_text() == "kept"
 
 
+FILES = {
+    "download": "download --source pydocs --output",
+    "init": "init --output",
+    "perplexity": "perplexity --model_dir m --data_path d --output",
+    "trace": "trace --run_dir . --output",
+    "bench": "bench compressors --json",
+}
+
+
+@pytest.mark.parametrize("place", ["file/below", "/proc/x", ".", "/dev/null", "x" * 300])
+@pytest.mark.parametrize("verb", FILES)
+def test_an_output_file_that_cannot_be_written(verb, place, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("kept")
+    words = [*FILES[verb].split(), place]
+    assert f"{words[-2]}: " in refused(words, capsys)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"] and (tmp_path / "file").read_text() == "kept"
+
+
 @pytest.mark.parametrize("verb", ["grads validate --output_dir", "grads aggregate --dim 3 --base_path"])
 def test_a_run_folder_that_is_a_file(verb, tmp_path, capsys):
     (tmp_path / "file").write_text("kept")

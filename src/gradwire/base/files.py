@@ -79,6 +79,14 @@ def check_folder(path: Path, name: str = "") -> None:
         ) from error
 
 
+def check_file(path: Path, name: str = "") -> None:
+    """Check that a file can be written; arguments and errors as in `check_folder` and `check_regular`."""
+    check_regular(path, name)  # a rename would put a file in the place of a pipe or device
+    if path.is_dir():
+        raise BadInput(f"{_named(path, name)} is a folder; give a file.")
+    check_folder(path.parent, name)
+
+
 def check_regular(path: Path, name: str = "") -> None:
     """Check that a path, if there is anything, is a file or a folder: reading a pipe or a device may never end.
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from gradwire.base.errors import BadInput
-from gradwire.base.files import check_regular
+from gradwire.base.files import check_file, check_regular
 
 
 @dataclass(frozen=True)
@@ -107,6 +107,11 @@ def path(word: str) -> Path:
     return Path(word)
 
 
+def output_file(word: str) -> Path:
+    """Type of a flag that takes a file to write."""
+    return path(word)
+
+
 def check_words(words: Sequence[str]) -> None:
     """Check that arguments are valid UTF-8, as results and messages contain them.
 
@@ -121,7 +126,7 @@ def check_words(words: Sequence[str]) -> None:
 
 
 def check_paths(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Check that no path is too long, a pipe or a device.
+    """Check that no path is too long, a pipe or a device, and that output files can be written.
 
     Raises:
         BadInput: If not; the message has the flag.
@@ -129,6 +134,8 @@ def check_paths(parser: argparse.ArgumentParser, args: argparse.Namespace) -> No
     for flag, kind, value in _given(parser, args):
         if kind is path:
             check_regular(value, flag)
+        elif kind is output_file:
+            check_file(value, flag)
 
 
 def check_numbers(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:

@@ -22,7 +22,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, core_schema
 
 from gradwire.base.errors import BadInput, unknown
-from gradwire.base.flags import Number, Positional, path
+from gradwire.base.flags import Number, Positional, output_file, path
 
 Model = TypeVar("Model", bound=BaseModel)
 P = ParamSpec("P")
@@ -196,8 +196,8 @@ def add_flags(parser: argparse.ArgumentParser, model: type[BaseModel]) -> None:
 
     The flags of a base class come after those of the class. A base class with a ``group`` (title and description) has
     its own group in the help. A tuple takes several words; a value that is `Positional` has no flag. The type of a flag
-    is that of its field, or the `Number` in the field's annotation, whose bounds `check_numbers` checks. A number or a
-    word, ``int | Literal["auto"]``, is one flag.
+    is that of its field, or the `Number` or `output_file` in the field's annotation, which `check_numbers` and
+    `check_paths` check. A number or a word, ``int | Literal["auto"]``, is one flag.
     """
     for title, fields in _grouped(model):
         target = parser.add_argument_group(*title) if title else parser
@@ -239,7 +239,9 @@ def _add_flag(target: Any, name: str, field: FieldInfo) -> None:
     kind = getattr(annotation, "__origin__", annotation)
     words = tuple(word for part in get_args(field.annotation) if get_origin(part) is Literal for word in get_args(part))
     numbers = (replace(item, words=words) for item in metadata if isinstance(item, Number))
-    options["type"] = path if kind is Path else next(numbers, kind)
+    options["type"] = next(numbers, path if kind is Path else kind)
+    if output_file in metadata:
+        options["type"] = output_file
     options["metavar"] = place.metavar if place else METAVARS[kind]
     target.add_argument(name if place else f"--{name}", **options)
 

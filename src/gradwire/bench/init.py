@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from textwrap import indent
-from typing import Any, get_args, get_origin
+from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import BaseModel, Field
 from pydantic.fields import FieldInfo
 
 from gradwire.base.errors import BadInput
 from gradwire.base.files import parse_yaml, write_text
+from gradwire.base.flags import output_file
 from gradwire.base.strict import Strict
 from gradwire.bench.config import Dataset, Experiment, Gradients, Training, experiment
 from gradwire.lm.data.sources import meaning
@@ -49,7 +50,7 @@ grid:
 class Options(Strict):
     """Flags of ``gradwire init``."""
 
-    output: Path = Field(Path("experiment.yaml"), description="the file to write")
+    output: Annotated[Path, output_file] = Field(Path("experiment.yaml"), description="the file to write")
     name: str = Field("experiment", description="the experiment's name: its folder under results/")
 
 

@@ -31,7 +31,7 @@ from gradwire import __version__
 from gradwire.base.errors import FAULT, BadInput
 from gradwire.base.extras import require
 from gradwire.base.files import write_json
-from gradwire.base.flags import ELEMENTS, POSITIVE, SEED
+from gradwire.base.flags import ELEMENTS, POSITIVE, SEED, output_file
 from gradwire.base.machine import installed, one_thread, processor
 from gradwire.base.strict import Strict
 
@@ -65,7 +65,7 @@ class Options(Strict):
     gradient: Path | None = Field(
         None, description="tensor saved by torch.save, whose relative error is shown; by default a gradient of tiny"
     )
-    output: Path | None = Field(None, alias="json", description="file to write the results to")
+    output: Annotated[Path, output_file] | None = Field(None, alias="json", description="file to write the results to")
 
 
 def main(options: Options) -> int | None:

@@ -8,6 +8,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from gradwire.base.files import check_folder
 from gradwire.base.flags import Positional
 from gradwire.base.strict import Strict
 
@@ -27,6 +28,8 @@ def main(options: Options) -> None:
     from gradwire.bench.report.tables.comparison import QUANTITIES, common, differences
     from gradwire.bench.report.tables.results import Results
 
+    if options.tables is not None:
+        check_folder(options.tables, "--tables")
     first, second = Results.read(options.first), Results.read(options.second)
     if options.as_json:
         pairs = common(first.ok, second.ok)

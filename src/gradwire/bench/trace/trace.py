@@ -35,13 +35,14 @@ from dataclasses import dataclass
 from itertools import count, zip_longest
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field
 
 from gradwire.base.errors import BadInput
 from gradwire.base.failures import diverged
 from gradwire.base.files import write_json
+from gradwire.base.flags import output_file
 from gradwire.base.strict import Strict
 from gradwire.bench.steps import read as read_steps
 from gradwire.bench.steps import weights
@@ -103,7 +104,9 @@ class Options(Strict):
     """Flags of ``gradwire trace``."""
 
     run_dir: Path = Field(description="a run's folder, with profiler/")
-    output: Path | None = Field(None, description="file to write (default: RUN_DIR/profile.json)")
+    output: Annotated[Path, output_file] | None = Field(
+        None, description="file to write (default: RUN_DIR/profile.json)"
+    )
 
 
 def output_dir(options: Options) -> Path | None:

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from gradwire.base.flags import COUNT
+from gradwire.base.flags import COUNT, output_file
 from gradwire.base.rank_env import Device
 from gradwire.base.strict import Strict
 from gradwire.lm.data.defaults import CHAT_FORMAT, LENGTH, SKIP_INVALID, ChatFormat
@@ -22,7 +22,9 @@ class Options(Strict):
     data_path: Path = Field(description="a shards folder, or a corpus file (JSON or .jsonl)")
     split: Literal["val", "train", "all"] = Field("val", description="all: both splits")
     batch_size: Annotated[int, COUNT] = Field(32, description="samples per forward pass")
-    output: Path | None = Field(None, description="file to write (default: perplexity.json beside --model_dir)")
+    output: Annotated[Path, output_file] | None = Field(
+        None, description="file to write (default: perplexity.json beside --model_dir)"
+    )
     device: Device = Field("auto", description="auto: cuda if there is a GPU, else cpu")
     max_length: Annotated[int, LENGTH] | None = Field(
         None, description="tokens per sample of a corpus file (default: the model's)"

@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 
 from gradwire.base.errors import BadInput
 from gradwire.base.files import sha256_file, write_json
-from gradwire.base.flags import POSITIVE
+from gradwire.base.flags import POSITIVE, output_file
 from gradwire.base.strict import Strict
 from gradwire.lm.data.sources import SOURCES, build, meaning
 from gradwire.lm.data.sources import options as options_of_sources
@@ -24,7 +24,7 @@ class Download(Strict):
     source: Literal[tuple(SOURCES.available())] = Field(  # type: ignore[valid-type]
         "pydocs", description="where the documents come from"
     )
-    output: Path = Field(description="the corpus file to write")
+    output: Annotated[Path, output_file] = Field(description="the corpus file to write")
     max_mb: Annotated[float, POSITIVE] | None = Field(
         None, description="maximum size of the file in MB (10^6 bytes); None: no limit"
     )
