@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from decimal import InvalidOperation
@@ -19,6 +20,8 @@ from gradwire.lm.data.document import Document, Invalid, content, distinct, pars
 
 C_BACKEND = "yajl2_c"
 HEAD = 2**20  # bytes in which a file must begin
+PAIRED = re.compile(rb"(?:[^\\]++|\\[^u]|\\u(?:[^dD]|[dD][0-7])|\\u[dD][89abAB]..\\u[dD][c-fC-F]..)*+", re.DOTALL)
+HALF, PAIR = 6, 12  # bytes of a surrogate, and of two, as JSON escapes them
 
 
 class Written(NamedTuple):
@@ -107,16 +110,45 @@ def _values(path: Path) -> Iterator[Any]:
         with path.open("rb") as file:
             _check_first(file, path, lines)
             sys.set_int_max_str_digits(0)  # ijson's C code crashes where Python refuses a number of many digits
-            for value in ijson.items(file, "" if lines else "item", multiple_values=lines):
+            for value in ijson.items(_Paired(file), "" if lines else "item", multiple_values=lines):
                 yield value
                 position += 1
     except OSError as error:
         raise BadInput(f"cannot read the corpus {path}: {error.strerror}.") from None
-    except (ijson.JSONError, InvalidOperation, UnicodeDecodeError) as error:
+    except (ijson.JSONError, InvalidOperation, UnicodeError) as error:
         raise BadInput(
             f"{path} is not valid JSON in UTF-8: {_reason(error)} in document {position} (counted from 0) or directly "
             "before it. Is the file complete?"
         ) from None
+
+
+class _Paired:
+    """A JSON file for ijson, which reads half of a surrogate pair as a question mark.
+
+    What comes before such a half is given out first, so that the reader knows in which document it is.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._rest = file, b""
+
+    def read(self, size: int) -> bytes:
+        """Return the next bytes; none at the end, or if ``size`` is 0.
+
+        Raises:
+            UnicodeError: If they begin with half of a surrogate pair.
+        """
+        if not size:
+            return b""
+        more = self._file.read(size + PAIR)
+        data = self._rest + more
+        match = PAIRED.match(data)
+        end = match.end() if match else 0
+        if len(more) < PAIR and len(data) - end < HALF:  # the file ends, perhaps too early, which ijson reports
+            end = len(data)
+        elif not end:
+            raise UnicodeError(f"{data[:HALF].decode(errors='replace')}, half of a surrogate pair,")
+        self._rest = data[end:]
+        return data[:end]
 
 
 def _check_first(file: BinaryIO, path: Path, lines: bool) -> None:
