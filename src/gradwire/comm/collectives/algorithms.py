@@ -327,21 +327,21 @@ class Native(Algorithm):
         kept = batches[0].segments
         with self.ranks.meter.span("encode", "codec", device=flat.device):
             groups = kept.derive("groups", lambda: self._groups(layout))
-            talks = [self._begun(flat, group, kept, i) for i, group in enumerate(groups)]
-            waiting = {i: next(talk.rounds) for i, talk in enumerate(talks)}
+            reductions = [self._begun(flat, group, kept, i) for i, group in enumerate(groups)]
+            waiting = {i: next(reduction.rounds) for i, reduction in enumerate(reductions)}
         means: dict[int, Tensor] = {}
         while waiting:
-            answers = yield from self._answers(talks, waiting, kind)
+            answers = yield from self._answers(reductions, waiting, kind)
             waiting = {}
             with self.ranks.meter.span("encode", "codec", device=flat.device):
                 for i, answer in answers.items():
                     try:
-                        waiting[i] = talks[i].rounds.send(answer)
+                        waiting[i] = reductions[i].rounds.send(answer)
                     except StopIteration as stop:
                         mean, sent = stop.value
                         means[i] = mean.reshape(-1)
-                        self._update(talks[i], sent)
-        return [(talk.group, means[i]) for i, talk in enumerate(talks)]
+                        self._update(reductions[i], sent)
+        return [(reduction.group, means[i]) for i, reduction in enumerate(reductions)]
 
     def _begun(self, flat: Tensor, group: Group, kept: Segments, number: int) -> RoundState:
         """Start a group's rounds, with residuals added."""
@@ -372,37 +372,37 @@ class Native(Algorithm):
         rounds = compressor.rounds(x.view(group.form), state, context)
         return RoundState(group, rounds, x, bad, feedbacks, residual, states, state)
 
-    def _update(self, talk: RoundState, sent: Tensor) -> None:
+    def _update(self, reduction: RoundState, sent: Tensor) -> None:
         """Keep the compressor's state, and what of compensated parameters was not sent."""
-        if len(talk.states) > 1:
-            for key, values in talk.state.items():
-                for state, part in zip(talk.states, values, strict=True):
+        if len(reduction.states) > 1:
+            for key, values in reduction.state.items():
+                for state, part in zip(reduction.states, values, strict=True):
                     state[key] = part
-        if talk.residual is None:
+        if reduction.residual is None:
             return
-        sent = sent.reshape(talk.x.shape)
-        bad = talk.bad | FLOAT32.rows_not_representable(sent)  # what PowerSGD sends depends on the other ranks too
-        talk.residual.sub_(sent)
+        sent = sent.reshape(reduction.x.shape)
+        bad = reduction.bad | FLOAT32.rows_not_representable(sent)  # what PowerSGD sends depends on the other ranks too
+        reduction.residual.sub_(sent)
         if bad.device.type != "cpu" or bad.any():  # a pass over all values; on a GPU asking would wait
-            talk.residual.masked_fill_(bad.to(torch.bool)[:, None], 0)
-        for feedback, error, flag in zip(talk.feedbacks, talk.residual, bad.split(1), strict=True):
+            reduction.residual.masked_fill_(bad.to(torch.bool)[:, None], 0)
+        for feedback, error, flag in zip(reduction.feedbacks, reduction.residual, bad.split(1), strict=True):
             feedback.close(error, flag)
         self.codec.note_dropped(bad.sum(0, keepdim=True))
 
     def _answers(
-        self, talks: Sequence[RoundState], asks: dict[int, ReduceRequest], kind: Kind
+        self, reductions: Sequence[RoundState], requests: dict[int, ReduceRequest], kind: Kind
     ) -> Task[dict[int, Tensor]]:
         """Return the answers to the groups' requests, with one collective per operation and dtype."""
         alike: defaultdict[tuple[str, torch.dtype, bool], list[int]] = defaultdict(list)
-        for i, ask in asks.items():
-            alike[ask.op, ask.tensor.dtype, ask.rows and kind == "reduce_scatter"].append(i)
+        for i, request in requests.items():
+            alike[request.op, request.tensor.dtype, request.rows and kind == "reduce_scatter"].append(i)
         fused = []
         for (op, _, by_row), members in alike.items():
-            tensors = [asks[i].tensor for i in members]
+            tensors = [requests[i].tensor for i in members]
             if by_row:
-                fused.append(self._sum_rows([talks[i].group for i in members], tensors))
+                fused.append(self._sum_rows([reductions[i].group for i in members], tensors))
             else:
-                fused.append(self._fused(op, tensors, spare=asks[members[0]].spare))
+                fused.append(self._fused(op, tensors, spare=requests[members[0]].spare))
         results = yield [request for request, _ in fused]
         answers: dict[int, Tensor] = {}
         for members, (_, parts_of), result in zip(alike.values(), fused, results, strict=True):
