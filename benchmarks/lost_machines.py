@@ -6,11 +6,11 @@ and four groups of one process, which train a small GPT-2 by `DiLoCo` with one b
 
 from __future__ import annotations
 
+import argparse
 import math
 import multiprocessing
 import os
 import signal
-import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -113,7 +113,9 @@ def trained(folder: Path, last: int | None) -> list[Any]:
 
 
 if __name__ == "__main__":
-    to = Path(sys.argv[1])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, help="folder for the corpus, the tokens and what each group records")
+    to = parser.parse_args().folder
     prepare(to)
     rows = [["no kill", *trained(to, None)], ["killed, returns", *trained(to, STEP)]]
     columns = ["", "perplexity", *(f"rounds of {size}" for size in range(GROUPS, 0, -1))]
