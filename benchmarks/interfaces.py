@@ -10,7 +10,7 @@ under `hsdp` only, and ``interface`` what the islands' interfaces sent, with eac
 
 from __future__ import annotations
 
-import sys
+import argparse
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 from scipy.optimize import least_squares
 
+from gradwire.base.errors import BadInput
 from gradwire.bench.report.rows.record import Result, read_results
 from gradwire.bench.report.tables.cells import COMPRESSOR, LINK, STRATEGY, WORLD
 from gradwire.bench.report.tables.table import Column, markdown_of, megabytes, text
@@ -115,4 +116,9 @@ def report(results: Sequence[Result]) -> str:
 
 
 if __name__ == "__main__":
-    print(report(read_results(Path(sys.argv[1]))[0]))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("results", type=Path, help="a results.jsonl, or the folder of one")
+    try:
+        print(report(read_results(parser.parse_args().results)[0]))
+    except BadInput as error:
+        parser.error(str(error))

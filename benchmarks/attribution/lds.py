@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from scipy.stats import rankdata
-from study import RESAMPLES, Scores, Study, interval, methods_of, opened, parser_of, shown, trained, write
+from study import RESAMPLES, Scores, Study, entry, interval, methods_of, opened, parser_of, shown, trained, write
 from tqdm import tqdm
 
 from gradwire.attribution.persample.batch import evaluation, losses_of
@@ -119,4 +119,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    entry(main)

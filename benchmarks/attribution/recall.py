@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from study import RESAMPLES, Scores, Study, interval, methods_of, opened, parser_of, shown, write
+from study import RESAMPLES, Scores, Study, entry, interval, methods_of, opened, parser_of, shown, write
 
 from gradwire.attribution.query.search import order_of
 from gradwire.lm.data.shards import Sample, Shards, finalized
@@ -146,4 +146,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    entry(main)

@@ -11,7 +11,7 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count, islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +24,7 @@ from torch import nn
 
 from gradwire import cli
 from gradwire.attribution.options import PROJECTION
+from gradwire.base.errors import GradwireError
 from gradwire.base.files import write_json
 from gradwire.base.source_digest import source_digest
 from gradwire.bench.config import Training
@@ -64,6 +65,15 @@ class Scores(NamedTuple):
     values: NDArray[np.float64]
     seconds: float
     store_bytes: int
+
+
+def entry(main: Callable[[], None]) -> None:
+    """Run a script; bad input is one line, with the exit code of a command of gradwire."""
+    try:
+        main()
+    except GradwireError as error:
+        print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
 
 
 def parser_of(description: str) -> argparse.ArgumentParser:
