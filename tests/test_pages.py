@@ -55,7 +55,6 @@ RUN = (
 )
 LONG_S = 3600  # of the longest block
 ELSEWHERE = {  # first line of a block: what runs it
-    "make test": ".ci/run",
     "pip install .": "tests/test_wheel.py",
     "gradwire tokenize --data_path train.jsonl --output_dir tokens --vocab_size 4096 --max_length 256": (
         "tests/attribution/collect/test_less.py"
@@ -305,8 +304,6 @@ def test_the_commands_run_and_print_what_the_page_shows(ran, block):
 
 def test_every_block_has_its_place():
     assert set(map(first_line, COMMANDS)) >= set(ELSEWHERE)
-    assert "make test" in (ROOT / ".ci/run").read_text().splitlines()
-    assert "test: kernels" in (ROOT / "Makefile").read_text().splitlines()
 
 
 def test_a_line_that_is_not_printed_is_found():

@@ -24,7 +24,7 @@ from gradwire.bench.statistics.seeds import TOLERANCE
 ROOT = Path(__file__).parents[1]
 NAMES = re.compile(
     r"GPT-2|FSDP2|float32|bf16|int8|x86-64|1-bit Adam|[48][ -]bits?|4-bit|8 and 4 bits|perplexity of 40"
-    r"|\d+ [MG]bit/s|`beta2` of 0\.999"
+    r"|\d+ [MG]bit/s|5th step|`beta2` of 0\.999"
 )
 NUMBER = re.compile(r"\d[\d.,]*|\b(one|two|three|four|five) seeds?\b")
 WORDS = ("no seeds", "one seed", "two seeds", "three seeds", "four seeds")
@@ -154,57 +154,38 @@ def speeds(method: str) -> tuple[float, float]:
 def readme() -> list[Quote]:
     """The comparison of README."""
     adamw, muon, rounds = perplexity("none"), perplexity("muon"), perplexity("muon-5-onebit")
-    last = "| {:+.1f} % ({:+.1f} … {:+.1f}) | {:.2f} × | {:.2f} × |"
     grown = ("muon-grow-onebit-replay", "many-ranks-long", 8)
-    local = [
-        above(perplexity(f"{label}-{length}-onebit"), base)
-        for label, base in (("diloco", adamw), ("muon", muon))
-        for length in (5, 10)
-    ]
+
+    def row(method: str, label: str, timed: str, *more: float) -> Quote:
+        measured = difference(perplexity(label), adamw)
+        last = "| {:+.1f} % ({:+.1f} … {:+.1f}) | {:.2f} × | {:.2f} × |"
+        return quote(f"| {method} {last}", field("compression_ratio", label), *more, *measured, *speeds(timed))
+
     return [
-        quote(
-            "| `int8` | {:.1f} × " + last,
-            field("compression_ratio", "int8"),
-            *difference(perplexity("int8"), adamw),
-            *speeds("int8"),
-        ),
-        quote(
-            "| `int8`, 4 bits | {:.1f} × " + last,
-            field("compression_ratio", "int4"),
-            *difference(perplexity("int4"), adamw),
-            *speeds("int8, 4 bits"),
-        ),
-        quote(
-            "| `gw.OneBitAdam` | {:.1f} ×, {:.1f} × after its warm-up " + last,
-            field("compression_ratio", "onebit_adam"),
+        row("`bf16`, native | {:.1f} ×", "bf16-native", "bf16, algorithm native"),
+        row("`int8` | {:.1f} ×", "int8", "int8"),
+        row("`int8`, 4 bits | {:.1f} ×", "int4", "int8, 4 bits"),
+        row(
+            "`gw.OneBitAdam` | {:.1f} ×, {:.1f} × after its warm-up",
+            "onebit_adam",
+            "OneBitAdam",
             field("compression_ratio_steady", "onebit_adam"),
-            *difference(perplexity("onebit_adam"), adamw),
-            *speeds("OneBitAdam"),
         ),
+        row("`gw.DiLoCo`, one bit in every 5th step | {:.0f} ×", "diloco-5-onebit", "DiLoCo onebit, H = 5"),
+        quote("GPT-2 with {:.1f} M parameters", field("parameters", "none") / 1e6),
+        quote("after {} steps", field("steps", "none")),
+        quote("the mean of {} (bf16: {})", seeds(rounds, muon), seeds(perplexity("bf16-native"), adamw)),
+        quote("Muon in every step ends {:.1f} % below AdamW", below(muon, adamw)),
         quote(
-            "| `gw.DiLoCo`, one bit in every {}th step | {:.0f} × " + last,
-            field("compress_config", "diloco-5-onebit")["H"],
-            field("compression_ratio", "diloco-5-onebit"),
-            *difference(perplexity("diloco-5-onebit"), adamw),
-            *speeds("DiLoCo onebit, H = 5"),
-        ),
-        quote(
-            "| the same with Muon inside | {:.0f} × | {:+.1f} % ({:+.1f} … {:+.1f}) | | |",
+            "Muon inside sends {:.0f} times fewer bytes and ends {:.1f} % ({:.1f} … {:.1f}) above",
             field("compression_ratio", "muon-5-onebit"),
             *difference(rounds, muon),
         ),
-        quote("A GPT-2 with {:.1f} M parameters", field("parameters", "none") / 1e6),
-        quote("after {} steps", field("steps", "none")),
-        quote("the mean of {} and their range", seeds(rounds, muon)),
-        quote("Muon in every step ends {:.1f} % below AdamW", below(muon, adamw)),
         quote(
-            "{:.0f} times fewer bytes cost [{:.1f} %] of Muon's own perplexity",
+            "{:.0f} times fewer cost [{:.1f} %] of Muon's own perplexity",
             field("compression_ratio", *grown),
             above(perplexity(*grown), perplexity("muon", *grown[1:])),
         ),
-        quote("stay below +{:.0f} %", TOLERANCE),
-        quote("lie {:.0f} to {:.0f} % above", min(local), max(local)),
-        quote("the dashed line is {:.0f} %", TOLERANCE),
     ]
 
 
@@ -233,8 +214,12 @@ def quality() -> list[Quote]:
     return [
         quote("A GPT-2 model with {:.1f} M parameters", field("parameters", "none") / 1e6),
         quote("after {} steps", field("steps", "none")),
-        quote("the dashed line is {:.0f} %", TOLERANCE),
-        quote("DDP on two ranks, {}.", seeds(perplexity("muon-5-onebit"), muon)),
+        quote("the band is {:.0f} %", TOLERANCE),
+        quote(
+            "DDP on two ranks, {} (bf16: {}),",
+            seeds(perplexity("muon-5-onebit"), muon),
+            seeds(perplexity("bf16-native"), adamw),
+        ),
         quote(
             "send {:.1f} and {:.1f} times fewer bytes",
             field("compression_ratio", "int8"),
