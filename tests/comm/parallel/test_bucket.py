@@ -82,7 +82,7 @@ def cut(rank, world, group):
     return found
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 3, pytest.param(2, marks=pytest.mark.sweep)])
 def test_any_cut_averages(world, size):
     for found in world(size).run(cut):
         numbers = [len(table) for _, table in found]

@@ -16,8 +16,9 @@ import torch.distributed as dist
 from late_encoding import late_encoding
 from test_frameworks import whole_gradients
 from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, ShardingStrategy, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -25,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from gradwire import comm_hook, compress_gradients
 from gradwire.base.errors import BadInput, RunFault
 from gradwire.comm.collectives import IslandReducer, Reducer, build_islands
-from gradwire.comm.parallel import hook, wrap
+from gradwire.comm.parallel import available, hook, wrap
 from gradwire.comm.parallel.strategies.fsdp2 import Collective
 
 
@@ -477,6 +478,75 @@ def refused(rank, world, group, case):
 def test_a_model_that_a_reducer_cannot_serve_is_refused(world, case, message):
     for refusal in world(2).run(refused, case):
         assert re.search(message, refusal), refusal
+
+
+def on_a_mesh(rank, world, group):
+    """What `hook` and `wrap` say to models that are spread over 2 x 2 ranks, or over others than the reducer's."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    line = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    inside = mesh["shards"].get_group()
+
+    def model():
+        return nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+
+    def fully_shard_over(over):
+        return fully_shard(model(), mesh=over)
+
+    def hybrid():
+        way = ShardingStrategy.HYBRID_SHARD
+        return FullyShardedDataParallel(model(), device_mesh=mesh, sharding_strategy=way, device_id=torch.device("cpu"))
+
+    def refusal(act):
+        try:
+            act()
+        except BadInput as error:
+            return str(error)
+        return ""
+
+    hooked = {
+        "hsdp": (fully_shard_over(mesh), inside),
+        "hsdp on all ranks": (fully_shard_over(mesh), None),
+        "replicate": (replicate(model(), mesh=line), None),
+        "shards of a half": (fully_shard_over(mesh["shards"]), None),
+        "ddp of a half": (DistributedDataParallel(model(), process_group=inside), None),
+        "all for a half": (fully_shard_over(line), inside),
+        "fsdp1": (hybrid(), inside),
+        "fine": (fully_shard_over(line), None),
+        "fine in halves": (DistributedDataParallel(model(), process_group=inside), inside),
+    }
+    answers = {
+        name: refusal(lambda model=model, of=of: hook(model, Reducer("none", of)))
+        for name, (model, of) in hooked.items()
+    }
+    for way in available():
+        for name, made in (
+            ("sharded", fully_shard_over(mesh)),
+            ("hybrid", hybrid()),
+            ("ddp", DistributedDataParallel(model())),
+        ):
+            options = {"param_compress": "int8"} if way == "fsdp2" else {}
+            answers[f"wrap {name} {way}"] = refusal(
+                lambda made=made, way=way, options=options: wrap(made, way, Reducer("none"), device="cpu", **options)
+            )
+    return answers
+
+
+def test_a_model_that_is_averaged_over_other_ranks_or_twice_is_refused(world):
+    """Hooked as HSDP, the sums of two replicas would be added up: gradients were twice too large."""
+    for answers in world(4).run(on_a_mesh):
+        hooked = {name: message for name, message in answers.items() if not name.startswith("wrap")}
+        wrapped = {name: message for name, message in answers.items() if name.startswith("wrap")}
+        assert [hooked.pop(name) for name in ("fine", "fine in halves", "replicate")] == [""] * 3
+        for name in ("hsdp", "hsdp on all ranks"):
+            assert "use gradwire.compress_gradients, which builds its reducer" in hooked.pop(name), name
+        assert "neither a DistributedDataParallel nor" in hooked.pop("fsdp1")
+        assert "over ranks [0, 1, 2, 3], and the reducer over [" in hooked["all for a half"]
+        assert len(hooked) == 3 and all("pass Reducer the process group" in message for message in hooked.values()), (
+            hooked
+        )
+        assert len(wrapped) == 18 and all("wrapped or sharded already" in message for message in wrapped.values()), (
+            wrapped
+        )
 
 
 def two_models(rank, world, group):

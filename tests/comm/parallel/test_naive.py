@@ -10,6 +10,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from diagonals import diagonals
 from test_frameworks import (
     assert_near,
     batch_of,
@@ -30,7 +31,7 @@ from gradwire.comm.parallel.strategy import strategy_of
 
 OURS = ("naive", "bucket")
 ours = pytest.mark.parametrize("strategy", OURS)
-sizes = pytest.mark.parametrize("size", [1, 2, 3])
+sizes = pytest.mark.parametrize(("size", "strategy"), diagonals([1, 2, 3], OURS))
 
 
 class Mixed(nn.Module):
@@ -92,7 +93,7 @@ def beside_ddp(rank, world, group, micros):
     return {strategy: steps_of(rank, strategy, group, micros) for strategy in ("ddp", *OURS)}
 
 
-@sizes
+@pytest.mark.parametrize("size", [2, 3])
 def test_gradients_equal_ddps(world, size):
     """The second step comes after DDP has rebuilt its buckets."""
     for found in world(size).run(beside_ddp, (2, 3, 1)):
@@ -103,28 +104,6 @@ def test_gradients_equal_ddps(world, size):
                         torch.testing.assert_close(mine[name], theirs[name], rtol=1e-5, atol=1e-7)
                     else:
                         assert torch.equal(mine[name], theirs[name]), (strategy, name)
-
-
-def uneven(rank, world, group):
-    """The last rank has one sample, the others four; its mean weighs as much as theirs."""
-    found = []
-    for strategy in ("ddp", *OURS):
-        model = wrap(model_of("odd"), strategy, device="cpu")
-        batch = batch_of("odd", rank)
-        loss_of("odd", model, batch[:1] if rank == world - 1 else batch).backward()
-        found.append(whole_gradients(model))
-    return found
-
-
-def test_an_uneven_last_batch(world):
-    model = model_of("odd").double()
-    for rank in range(2):
-        batch = batch_of("odd", rank).double()
-        (loss_of("odd", model, batch[:1] if rank == 1 else batch) / 2).backward()
-    exact = {name: parameter.grad for name, parameter in model.named_parameters()}
-    for found in world(2).run(uneven):
-        for gradients in found:
-            assert_near(gradients, exact)
 
 
 def mixed(rank, world, group, strategy, method):
@@ -145,7 +124,6 @@ def mixed(rank, world, group, strategy, method):
 
 
 @sizes
-@ours
 @pytest.mark.parametrize("method", [None, "none"])
 def test_ties_frozen_parameters_dtypes_and_different_initial_weights(world, size, strategy, method):
     results = world(size).run(mixed, strategy, method)
@@ -178,7 +156,6 @@ def unused(rank, world, group, strategy):
 
 
 @sizes
-@ours
 def test_an_unused_parameter_is_named_and_the_model_stays_usable(world, size, strategy):
     for messages, found in (results := world(size).run(unused, strategy)):
         assert len(messages) == 2 and messages[0] == messages[1]
@@ -212,7 +189,6 @@ def paused(rank, world, group, strategy):
 
 
 @sizes
-@ours
 def test_no_sync_nests_and_ends_with_an_exception(world, size, strategy):
     exact = exact_gradients("odd", range(size), micros=range(4))
     for found, calls in world(size).run(paused, strategy):
