@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import ast
 import json
-import subprocess
-import time
-from pathlib import Path
 
 import pytest
 from data_samples import values
-from test_launch import CLEAN, command
-from test_workflow import SMALL, Checkout
+from snakemakes import SMALL, Checkout
 
 from gradwire.base.errors import BadInput
 from gradwire.base.source_digest import PACKAGE
@@ -78,34 +74,3 @@ def test_nothing_is_unpickled_but_by_torch_with_weights_only_and_by_the_reader_o
                 assert given.get("weights_only") == "True", f"{file}:{node.lineno}"
             assert called not in ("pickle.load", "pickle.loads", "dcp.load", "os.system"), f"{file}:{node.lineno}"
             assert "shell=True" not in ast.unparse(node), f"{file}:{node.lineno}"
-
-
-def listening(pids: list[int]) -> set[str]:
-    """Addresses, in hex as the kernel writes them, at which these processes wait for connections."""
-    inodes = set()
-    for pid in pids:
-        for handle in Path(f"/proc/{pid}/fd").glob("*"):
-            try:
-                inodes.add(str(handle.readlink()).removeprefix("socket:[").removesuffix("]"))
-            except OSError:  # closed meanwhile
-                continue
-    lines = [line.split() for kind in ("tcp", "tcp6") for line in Path(f"/proc/net/{kind}").read_text().splitlines()]
-    return {line[1].split(":")[0] for line in lines if line[3] == "0A" and line[9] in inodes}
-
-
-@pytest.mark.parametrize("launcher", ["spawn", pytest.param("torchrun", marks=pytest.mark.full)])
-def test_ranks_meet_on_loopback_alone(tmp_path, launcher):
-    """Both wait for ever in a process group, whose store and whose own connections listen."""
-    running = subprocess.Popen(command(tmp_path, {0: "gather", 1: "gather"}, launcher=launcher), env=CLEAN)
-    try:
-        seen: set[str] = set()
-        deadline = time.monotonic() + 120
-        while len(list(tmp_path.glob("joined*.json"))) < 2:
-            assert time.monotonic() < deadline and running.poll() is None
-            time.sleep(0.1)
-        children = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
-        seen = listening([running.pid, *map(int, children)])
-        assert seen == {"0100007F"}, "127.0.0.1"
-    finally:
-        running.terminate()
-        running.wait()

@@ -1,16 +1,43 @@
-"""Snakemake, imported once: `Snakemakes` runs each call in a fork of one process; as a script, this is that process."""
+"""Snakemake, imported once, on a copy of the checkout: `Snakemakes` runs each call in a fork of one process.
+
+As a script, this is that process.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import runpy
+import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-PRELOAD = ("snakemake.cli", "snakemake.workflow", "pulp", "gradwire.bench.config", "gradwire.bench.training.settings")
+import yaml
+from jobs import job_table
+
+PRELOAD = (
+    *("snakemake.cli", "snakemake.workflow", "snakemake.report.html_reporter", "smart_open", "pulp"),
+    *("gradwire.bench.config", "gradwire.bench.training.settings"),
+)
+
+ROOT = Path(__file__).parents[2]
+STUB = ROOT / "tests/bench/workflow/stub_gradwire"
+SMALL = {
+    "name": "small",
+    "dataset": {"source": "pydocs", "max_mb": 0.15, "vocab_size": 300, "max_length": 32, "val_fraction": 0.1},
+    "training": {"device": "cpu", "steps": 7, "warmup_steps": 1, "profile_steps": 2, "batch_size": 2, "eval_every": 0},
+    "compressors": {"none": {}, "int8": {}},
+    "grid": [{"strategies": ["fsdp2"], "world_sizes": [2], "seeds": [0]}],
+    "gradients": {
+        "compressors": ["none"],
+        "dim": [16],
+        "max_samples": 9,
+        "query": 'what\'s {it} "for"?',
+        "world_sizes": [2],
+    },
+}
 
 
 class Snakemakes:
@@ -40,10 +67,55 @@ class Snakemakes:
         self.process.communicate()
 
 
+class Checkout:
+    """A copy of the project that a test may edit and run."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        for name in ("src", "workflow", "profiles", "Snakefile", "config.yaml"):
+            copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+            copy(ROOT / name, folder / name)
+        built = shutil.ignore_patterns("cache", "images")  # an image's name follows from the rest
+        shutil.copytree(ROOT / "containers", folder / "containers", ignore=built)
+        shutil.copy(STUB, folder / "gradwire")
+        # The copy's own package comes first, in Snakemake and in every job.
+        self.snakemakes = Snakemakes(folder, {**os.environ, "PYTHONPATH": str(folder / "src")})
+
+    def configure(self, experiment: dict) -> None:
+        (self.folder / "experiment.yaml").write_text(yaml.safe_dump(experiment))
+
+    def snakemake(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        return self.snakemakes("--cores", "2", "--configfile", "experiment.yaml", *arguments, **variables)
+
+    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Run the jobs, each by a stub."""
+        return self.snakemake(*arguments, PATH=f"{self.folder}:{os.environ['PATH']}")
+
+    def jobs(self, **variables: str) -> dict[str, int]:
+        done = self.snakemake("-n", **variables)
+        assert done.returncode == 0, done.stdout
+        return job_table(done.stdout)
+
+    def results(self, name: str) -> list[dict]:
+        lines = (self.folder / "results" / name / "results.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+    def edit(self, path: str) -> None:
+        with (self.folder / path).open("a") as source:
+            source.write("\n# an edit\n")
+
+
 def serve() -> None:
     """Fork for each line of standard input, and answer with the exit code."""
     for module in PRELOAD:
         __import__(module)
+    from snakemake.cli import get_argument_parser
+
+    from gradwire.base.source_digest import PACKAGE, imports
+
+    get_argument_parser()  # imports plug-ins
+    for file in PACKAGE.rglob("*.py"):
+        imports(file.read_bytes())  # kept by the source, which a test may edit
     for line in sys.stdin:
         arguments, variables, output = json.loads(line)
         child = os.fork()

@@ -10,11 +10,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-from test_launch import CLEAN, PROBE, failure, left_behind, started
+from launches import CLEAN, PROBE, failure, left_behind, started, wait_until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("slurm")]
 
@@ -49,10 +48,7 @@ def test_a_killed_rank_is_named_and_not_the_one_that_lost_it(tmp_path):
 
 def test_a_signal_lets_the_ranks_of_all_nodes_save(tmp_path):
     running = launch(tmp_path, {0: "save", 1: "save"})
-    deadline = time.monotonic() + 100
-    while len(started(tmp_path)) < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_until(lambda: len(started(tmp_path)) == 2, 100)
     os.kill(launcher(tmp_path), signal.SIGTERM)
     code, said = ended(running)
     assert (code, "stopped after a checkpoint; run it again to resume." in said) == (75, True), said

@@ -14,38 +14,19 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from launches import CLEAN, command, failure, left_behind, started, wait_until
 
 from gradwire import cli
 from gradwire.base.errors import BadInput, RunFault
 from gradwire.base.failures import lost_peer
-from gradwire.bench.launch.fork import _wait
+from gradwire.bench.launch.fork import SHARED, _wait
 from gradwire.bench.launch.ranks import ALLOCATOR, THREADS, Ended, RankFailure, first_cause, rank_variables
 from gradwire.comm.collectives import world
-
-PROBE = Path(__file__).parents[2] / "helpers" / "rank_verb.py"
-CLEAN = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", *THREADS)}
-
-
-def command(output: Path, ranks: dict[int, str], *flags: str, launcher: str = "spawn", probe: tuple[str, ...] = ()):
-    start = [sys.executable, PROBE, "launch", "--world_size", "2", "--launcher", launcher, *flags]
-    return [*map(str, start), "--", "probe", "--output_dir", str(output), "--ranks", json.dumps(ranks), *probe]
-
-
-def launch(*args, timeout: float = 60, **kwargs) -> subprocess.CompletedProcess:
-    return subprocess.run(command(*args, **kwargs), env=CLEAN, capture_output=True, text=True, timeout=timeout)
-
-
-def failure(output: Path) -> dict:
-    return json.loads((output / "probe.failed.json").read_text())
-
-
-def started(output: Path) -> dict[int, dict]:
-    return {found["RANK"]: found for found in map(json.loads, (p.read_text() for p in output.glob("started*.json")))}
 
 
 def free_port() -> str:
@@ -57,7 +38,7 @@ def free_port() -> str:
 
 
 @pytest.mark.parametrize("launcher", ["fork", "spawn", "torchrun"])
-def test_ranks_know_their_place_and_share_the_cores(tmp_path, launcher):
+def test_ranks_know_their_place_and_share_the_cores(launch, tmp_path, launcher):
     port = free_port()
     done = launch(tmp_path, {}, "--master_port", port, launcher=launcher)
     assert (done.returncode, done.stderr) == (0, "")
@@ -68,26 +49,15 @@ def test_ranks_know_their_place_and_share_the_cores(tmp_path, launcher):
     assert {r[name] for r in ranks.values() for name in THREADS} == {share}
 
 
-def test_torchruns_store_listens_where_it_was_asked_to_only(tmp_path):
-    running = subprocess.Popen(command(tmp_path, {0: "wait", 1: "wait"}, launcher="torchrun"), env=CLEAN)
-    try:
-        deadline = time.monotonic() + 60
-        while len(started(tmp_path)) < 2:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        assert listening(int(started(tmp_path)["0"]["MASTER_PORT"])) == {"127.0.0.1"}
-    finally:
-        running.terminate()
-        running.wait(60)
-
-
-def listening(port: int) -> set[str]:
-    """The addresses where somebody listens at this port."""
+def listening(port: int = 0, pids: Iterable[int] = ()) -> set[str]:
+    """The addresses where somebody listens at this port, or one of these processes at any."""
+    handles = [handle for pid in pids for handle in Path(f"/proc/{pid}/fd").glob("*") if handle.is_symlink()]
+    sockets = {str(handle.readlink()) for handle in handles}
     found = set()
     for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
         for line in table.read_text().splitlines()[1:]:
-            (address, _, local), state = line.split()[1].partition(":"), line.split()[3]
-            if state == "0A" and int(local, 16) == port:
+            (address, _, local), state, inode = line.split()[1].partition(":"), line.split()[3], line.split()[9]
+            if state == "0A" and (int(local, 16) == port or f"socket:[{inode}]" in sockets):
                 whole = len(address) == 8
                 found.add(socket.inet_ntoa(bytes.fromhex(address)[::-1]) if whole else address)
     return found
@@ -100,7 +70,7 @@ def test_a_given_number_of_threads_is_kept(tmp_path):
 
 
 @pytest.mark.parametrize("launcher", ["fork", "torchrun"])
-def test_bad_input_of_a_rank_is_reported_once_and_keeps_its_code(tmp_path, launcher):
+def test_bad_input_of_a_rank_is_reported_once_and_keeps_its_code(launch, tmp_path, launcher):
     ended = launch(tmp_path, {1: "refuse"}, launcher=launcher)
     assert (ended.returncode, ended.stdout) == (2, "")
     assert ended.stderr == "gradwire launch: rank 1: an option is bad.\n"
@@ -112,12 +82,12 @@ def test_bad_input_of_a_rank_is_reported_once_and_keeps_its_code(tmp_path, launc
 @pytest.mark.parametrize(
     "launcher", ["fork", *(pytest.param(name, marks=pytest.mark.sweep) for name in ("spawn", "torchrun"))]
 )
-def test_a_thread_in_native_code_does_not_abort_a_rank_that_has_ended(tmp_path, launcher):
+def test_a_thread_in_native_code_does_not_abort_a_rank_that_has_ended(launch, tmp_path, launcher):
     ended = launch(tmp_path, {0: "linger", 1: "linger"}, launcher=launcher)
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
-def test_an_unexpected_error_is_one_message_and_one_traceback_kept(tmp_path):
+def test_an_unexpected_error_is_one_message_and_one_traceback_kept(launch, tmp_path):
     ended = launch(tmp_path, {0: "stumble", 1: "stumble"})
     assert ended.returncode == 3
     assert "Traceback" not in ended.stderr
@@ -154,7 +124,7 @@ def test_a_failed_rank_is_noticed_at_whichever_look_its_code_appears(looks):
 
 
 @pytest.mark.parametrize("launcher", ["fork", pytest.param("torchrun", marks=pytest.mark.sweep)])
-def test_a_killed_rank_is_named_and_not_the_peer_that_lost_it(tmp_path, launcher):
+def test_a_killed_rank_is_named_and_not_the_peer_that_lost_it(launch, tmp_path, launcher):
     ended = launch(tmp_path, {0: "reduce", 1: "reduce"}, launcher=launcher)
     assert ended.returncode == 3
     assert ended.stderr == "gradwire launch: rank 1: was killed by SIGKILL (out of memory?) and left no message.\n"
@@ -170,10 +140,10 @@ def test_a_killed_rank_is_named_and_not_the_peer_that_lost_it(tmp_path, launcher
         pytest.param("fsdp2", 2, "torchrun", marks=pytest.mark.sweep),
     ],
 )
-def test_a_rank_killed_in_a_backward_pass_ends_the_others(tmp_path, strategy, size, launcher):
+def test_a_rank_killed_in_a_backward_pass_ends_the_others(launch, tmp_path, strategy, size, launcher):
     """They wait for a bucket in flight, in an exchange of their hooks, in all-reduces, in a hook of FSDP."""
     ranks = dict.fromkeys(range(size), strategy)
-    ended = launch(tmp_path, ranks, "--world_size", str(size), launcher=launcher, timeout=200)
+    ended = launch(tmp_path, ranks, "--world_size", str(size), launcher=launcher)
     assert time.time() - json.loads((tmp_path / "killed.json").read_text()) < 60
     assert ended.returncode == 3
     message = f"rank {size - 1}: was killed by SIGKILL (out of memory?) and left no message."
@@ -182,7 +152,7 @@ def test_a_rank_killed_in_a_backward_pass_ends_the_others(tmp_path, strategy, si
 
 
 @pytest.mark.parametrize("launcher", ["fork", pytest.param("spawn", marks=pytest.mark.sweep)])
-def test_ranks_keep_the_memory_of_freed_tensors(tmp_path, launcher):
+def test_ranks_keep_the_memory_of_freed_tensors(launch, tmp_path, launcher):
     ended = launch(tmp_path, dict.fromkeys(range(2), "allocate"), launcher=launcher)
     assert (ended.returncode, ended.stderr) == (0, "")
     for rank, environment in started(tmp_path).items():
@@ -196,19 +166,28 @@ def test_an_allocator_of_the_users_stays(monkeypatch):
     assert rank_variables(2).items() >= {**ALLOCATOR, "MALLOC_ARENA_MAX": "3"}.items()
 
 
-def left_behind(output: Path) -> list[dict]:
-    """The ranks that still run."""
-    return [rank for rank in started(output).values() if Path(f"/proc/{rank['pid']}").exists()]
+@pytest.mark.parametrize("launcher", ["fork", pytest.param("torchrun", marks=pytest.mark.full)])
+def test_ranks_meet_on_loopback_alone(template, tmp_path, launcher):
+    """Both wait for ever in a process group, whose store and whose own connections listen."""
+    words = command(tmp_path, {0: "gather", 1: "gather"}, launcher=launcher)
+    running = subprocess.Popen(words, env=CLEAN | {SHARED: template})
+    try:
+        wait_until(lambda: len(list(tmp_path.glob("joined*.json"))) == 2)
+        ranks = [rank["pid"] for rank in started(tmp_path).values()]
+        assert listening(pids=[running.pid, *ranks]) == {"127.0.0.1"}
+    finally:
+        running.terminate()
+        running.wait()
 
 
-def test_a_rank_that_fails_does_not_wait_for_its_collective(tmp_path):
+def test_a_rank_that_fails_does_not_wait_for_its_collective(launch, tmp_path):
     began = time.monotonic()
     ended = launch(tmp_path, {0: "desert", 1: "desert"})
     assert (ended.returncode, ended.stderr) == (2, "gradwire launch: rank 1: an option is bad.\n")
     assert time.monotonic() - began < 30  # the collective itself would wait for 60 s
 
 
-def test_preflight_ends_it_before_any_rank_starts(tmp_path):
+def test_preflight_ends_it_before_any_rank_starts(launch, tmp_path):
     ended = launch(tmp_path, {}, probe=("--bad_data",))
     assert ended.returncode == 2
     assert ended.stderr == "gradwire launch: the data is too small for 2 ranks.\n"
@@ -216,22 +195,22 @@ def test_preflight_ends_it_before_any_rank_starts(tmp_path):
     assert not started(tmp_path)
 
 
-def test_a_size_of_its_own_must_agree(tmp_path):
+def test_a_size_of_its_own_must_agree(launch, tmp_path):
     ended = launch(tmp_path, {}, probe=("--world_size", "3"))
     assert ended.returncode == 2 and "--world_size 3 for the verb" in ended.stderr
     assert launch(tmp_path, {}, probe=("--world_size", "2")).returncode == 0
 
 
-def test_a_port_in_use_is_named(tmp_path):
+def test_a_port_in_use_is_named(launch, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        ended = launch(tmp_path, {}, "--master_port", port, launcher="fork")
+        ended = launch(tmp_path, {}, "--master_port", port)
     assert ended.returncode == 2
     assert f"--master_port {port}" in ended.stderr and "Use another port" in ended.stderr
     assert ended.stderr.count("\n") == 1 and not started(tmp_path)
 
 
-def test_a_second_attempt_at_bad_input_ends_at_once(tmp_path):
+def test_a_second_attempt_at_bad_input_ends_at_once(launch, tmp_path):
     assert launch(tmp_path, {0: "refuse", 1: "refuse"}).returncode == 2
     for file in tmp_path.glob("started*.json"):
         file.unlink()
@@ -241,7 +220,7 @@ def test_a_second_attempt_at_bad_input_ends_at_once(tmp_path):
     assert launch(tmp_path, {}, "--attempt", "1").returncode == 0
 
 
-def test_a_second_attempt_at_a_fault_runs_and_removes_the_failure_file(tmp_path):
+def test_a_second_attempt_at_a_fault_runs_and_removes_the_failure_file(launch, tmp_path):
     assert launch(tmp_path, {0: "kill"}).returncode == 3
     assert failure(tmp_path)["exit_code"] == 3
     assert launch(tmp_path, {}, "--attempt", "2").returncode == 0
@@ -257,12 +236,12 @@ def test_a_second_attempt_at_a_fault_runs_and_removes_the_failure_file(tmp_path)
         (["--tensorboard"], "--tensorboard shows a training; probe is none"),
         (["--master_addr", "192.0.2.1"], "192.0.2.1"),
         (["--nodes", "3"], "--nodes 3 cannot share --world_size 2 evenly"),
-        (["--nodes", "2"], "--launcher spawn supports one machine only"),
+        (["--nodes", "2"], "--launcher fork supports one machine only"),
         (["--nodes", "2", "--launcher", "torchrun"], "not a Slurm job"),
         (["--nodes", "2", "--launcher", "torchrun", "--link", "10mbit"], "within one machine"),
     ],
 )
-def test_what_cannot_be_is_refused_before_any_rank_starts(tmp_path, flags, complaint):
+def test_what_cannot_be_is_refused_before_any_rank_starts(launch, tmp_path, flags, complaint):
     ended = launch(tmp_path, {}, *flags)
     assert ended.returncode == 2 and complaint in ended.stderr and not started(tmp_path)
 
@@ -288,10 +267,12 @@ def test_auto_is_a_rank_for_each_gpu(tmp_path, monkeypatch, capsys, gpus, said):
     ],
 )
 def test_a_signal_ends_all_ranks(tmp_path, launcher, deed, number, code):
-    running = subprocess.Popen(
-        command(tmp_path, {0: deed, 1: deed}, launcher=launcher), env=CLEAN, stderr=subprocess.PIPE, text=True
-    )
+    """Meanwhile torchrun's store listens where it was asked to only."""
+    words = command(tmp_path, {0: deed, 1: deed}, launcher=launcher)
+    running = subprocess.Popen(words, env=CLEAN, stderr=subprocess.PIPE, text=True)
     wait_until(lambda: len(started(tmp_path)) == 2)
+    if launcher == "torchrun":
+        assert listening(int(started(tmp_path)["0"]["MASTER_PORT"])) == {"127.0.0.1"}
     running.send_signal(number)
     _, stderr = running.communicate(timeout=30)
     assert running.returncode == code
@@ -342,13 +323,6 @@ def test_launchers_share_a_template_that_imports_once_and_ends_with_its_owner(tm
     assert len(started(tmp_path / "launch0/out")) == 2
     assert (tmp_path / "imports").read_text() == "1\n"
     wait_until(lambda: not list(tmp_path.glob("gradwire-template-*")))
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def failed(code: int, at: float, lost_peer: bool = False, timed_out: bool = False) -> dict:

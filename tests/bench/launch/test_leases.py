@@ -6,13 +6,10 @@ import json
 import os
 import signal
 import subprocess
-import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from test_launch import CLEAN, PROBE
+from launches import CLEAN, command, wait_until
 
 from gradwire.base.errors import BadInput
 from gradwire.bench.launch import leases
@@ -35,12 +32,10 @@ class Machine:
 
     def launch(self, name: str, world_size: int, *flags: str, deed: str = "wait", device: str = "cuda", **variables):
         """A run whose ranks say what they see and then wait, or end."""
-        command = [sys.executable, PROBE, "launch", "--world_size", str(world_size), "--launcher", "spawn", *flags]
-        deeds = json.dumps(dict.fromkeys(range(world_size), deed))
-        probe = ["--", "probe", "--output_dir", str(self.folder / name), "--ranks", deeds, "--device", device]
-        process = subprocess.Popen(
-            [*map(str, command), *probe], env=self.environment | variables, stderr=subprocess.PIPE, text=True
-        )
+        flags = ("--world_size", str(world_size), *flags)
+        deeds = dict.fromkeys(range(world_size), deed)
+        words = command(self.folder / name, deeds, *flags, probe=("--device", device))
+        process = subprocess.Popen(words, env=self.environment | variables, stderr=subprocess.PIPE, text=True)
         self.running.append(process)
         return process
 
@@ -62,13 +57,6 @@ def machine(tmp_path):
         process.communicate()
 
 
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def waiting(process: subprocess.Popen[str]) -> str:
     """The line by which a run says that it waits."""
     return process.stderr.readline()
@@ -77,7 +65,7 @@ def waiting(process: subprocess.Popen[str]) -> str:
 def test_runs_get_their_own_gpus_and_as_many_as_ranks(machine):
     machine.launch("one", 1)
     machine.launch("two", 2)
-    until(lambda: len(machine.seen("one")) == 1 and len(machine.seen("two")) == 2)
+    wait_until(lambda: len(machine.seen("one")) == 1 and len(machine.seen("two")) == 2)
     one, two = (set(machine.seen(name)[0].split(",")) for name in ("one", "two"))
     assert (len(one), len(two)) == (1, 2)
     assert not one & two
@@ -108,7 +96,7 @@ def test_only_what_is_visible_is_leased_whatever_it_is_called(machine):
     _, printed = refused.communicate(timeout=60)
     assert (refused.returncode, "CUDA_VISIBLE_DEVICES is '3'" in printed) == (2, True)
     machine.launch("three", 3, **{leases.VISIBLE: "0,1,3"})
-    until(lambda: machine.started("three"))
+    wait_until(lambda: machine.started("three"))
     assert machine.seen("three")[0] == ",".join(UUIDS[index] for index in (0, 1, 3))
     by_name = machine.launch("by_name", 1, **{leases.VISIBLE: UUIDS[3]})
     assert waiting(by_name) == "gradwire launch: waiting for 1 of 1 GPUs, in use by other runs ...\n"
@@ -116,18 +104,18 @@ def test_only_what_is_visible_is_leased_whatever_it_is_called(machine):
 
 def test_a_killed_holder_frees_its_lease_and_the_first_that_waits_gets_it(machine):
     holder = machine.launch("holder", 4)
-    until(lambda: machine.started("holder"))
+    wait_until(lambda: machine.started("holder"))
     large = machine.launch("large", 3)
     assert waiting(large) == "gradwire launch: waiting for 3 of 4 GPUs, in use by other runs ...\n"
     small = machine.launch("small", 2)
     assert waiting(small) == "gradwire launch: waiting for runs that wait for GPUs ...\n"
     assert not machine.started("large") and not machine.started("small")
     holder.send_signal(signal.SIGKILL)
-    until(lambda: machine.started("large"))
+    wait_until(lambda: machine.started("large"))
     assert len(machine.seen("large")[0].split(",")) == 3
     assert waiting(small) == "gradwire launch: waiting for 1 of 4 GPUs, in use by other runs ...\n"
     large.send_signal(signal.SIGKILL)
-    until(lambda: machine.started("small"))
+    wait_until(lambda: machine.started("small"))
 
 
 @pytest.mark.parametrize(("device", "expected"), [("cpu", None), ("auto", UUIDS[0])])
@@ -140,7 +128,7 @@ def test_a_run_on_the_cpu_leases_nothing(machine, device, expected):
 def test_a_run_that_is_timed_runs_alone(machine):
     machine.launch("first", 1, device="cpu")
     machine.launch("second", 1, device="cpu")
-    until(lambda: machine.started("first") and machine.started("second"))
+    wait_until(lambda: machine.started("first") and machine.started("second"))
     timed = machine.launch("timed", 1, "--alone", device="cpu")
     assert waiting(timed) == "gradwire launch: waiting for the runs on this machine ...\n"
     late = machine.launch("late", 1, device="cpu")
@@ -148,10 +136,10 @@ def test_a_run_that_is_timed_runs_alone(machine):
     assert not machine.started("timed")
     for process in machine.running[:2]:
         process.send_signal(signal.SIGKILL)
-    until(lambda: machine.started("timed"))
+    wait_until(lambda: machine.started("timed"))
     assert not machine.started("late")
     timed.send_signal(signal.SIGKILL)
-    until(lambda: machine.started("late"))
+    wait_until(lambda: machine.started("late"))
 
 
 def test_the_folder_of_locks_is_the_users_own(tmp_path, monkeypatch):

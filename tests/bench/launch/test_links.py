@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from test_launch import CLEAN, command, failure
+from launches import CLEAN, command, failure, started
 
 from gradwire.bench.launch import links
 from gradwire.bench.launch.fork import SHARED, share
@@ -83,8 +83,10 @@ def test_a_cable_between_islands_carries_only_what_leaves_them(tmp_path, launche
     assert what_is_there() == before
 
 
-def test_without_a_link_no_interface_is_a_ranks_own(tmp_path):
-    for found in transfer(tmp_path, launcher="spawn").values():
+def test_without_a_link_no_interface_is_a_ranks_own(launch, tmp_path):
+    assert launch(tmp_path, {"0": "transfer", "1": "transfer"}).returncode == 0
+    for rank in (0, 1):
+        found = json.loads((tmp_path / f"transfer{rank}.json").read_text())
         assert (found["link"], found["bytes"], found["broadcast"]) == ("none", None, None)
 
 
@@ -140,12 +142,12 @@ def test_nothing_is_left_however_it_ends(tmp_path, number):
 
 
 @pytest.mark.parametrize("rate", ["fast", "-1mbit"])
-def test_a_rate_that_is_none(tmp_path, rate):
-    done = subprocess.run(command(tmp_path, {}, f"--link={rate}"), env=CLEAN, capture_output=True, text=True)
+def test_a_rate_that_is_none(launch, tmp_path, rate):
+    done = launch(tmp_path, {}, f"--link={rate}")
     assert done.returncode == 2
     assert f"invalid rate {rate!r}" in done.stderr
     assert failure(tmp_path)["exit_code"] == 2
-    assert not list(tmp_path.glob("started*"))
+    assert not started(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -162,11 +164,9 @@ def test_a_rate_that_is_none(tmp_path, rate):
         ("between-1gbit", "3", ISLANDS, "2 islands do not divide 3 ranks"),
     ],
 )
-def test_a_link_between_islands_that_there_are_not(tmp_path, link, world, probe, message):
-    folder = tmp_path / "bin"  # without `unshare`: a launch that went on would complain of it
-    folder.mkdir()
-    words = command(tmp_path, {}, "--link", link, "--world_size", world, probe=probe)
-    done = subprocess.run(words, env=CLEAN | {"PATH": str(folder)}, capture_output=True, text=True)
+def test_a_link_between_islands_that_there_are_not(launch, tmp_path, link, world, probe, message, monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")  # without `unshare`: a launch that went on would complain of it
+    done = launch(tmp_path, {}, "--link", link, "--world_size", world, probe=probe)
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
     assert message in done.stderr
     assert failure(tmp_path)["exit_code"] == 2

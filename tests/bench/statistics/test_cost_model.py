@@ -14,6 +14,7 @@ import pytest
 from links_rows import ALPHA, COMPUTE, FACTOR, HOST, LABELS, PARAMETERS, RATES, STEPS, experiment, islands_row, row
 from scipy.optimize import brentq
 
+from gradwire.bench.report.tables import predictions
 from gradwire.bench.report.tables.measurements import measurement_of
 from gradwire.bench.report.tables.predictions import crossover_text, interval_text
 from gradwire.bench.statistics.collective_costs import (
@@ -35,6 +36,12 @@ def measurements(noise=0.0, **fields):
 @pytest.fixture(scope="module")
 def exact():
     return Model(measurements())
+
+
+@pytest.fixture(autouse=True)
+def few_samples(monkeypatch):
+    """Intervals of 20 fits in place of 200."""
+    monkeypatch.setattr(predictions, "RESAMPLES", 20)
 
 
 def test_the_fit_finds_the_law(exact):

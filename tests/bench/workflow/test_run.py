@@ -17,6 +17,7 @@ from pathlib import Path
 import datasets
 import pytest
 import yaml
+from snakemakes import ROOT, STUB
 
 from gradwire import cli
 from gradwire.base.errors import BadInput, RunFault
@@ -26,7 +27,6 @@ from gradwire.bench.report.rows.record import jsonl, without_measurements
 from gradwire.bench.report.rows.status import look
 from gradwire.bench.workflow.run import Job, View, check_results, move_aside
 
-ROOT = Path(__file__).parents[3]
 GOOD = {
     "name": "mine",
     "model": "tiny",
@@ -197,7 +197,7 @@ def test_a_view_counts_jobs_and_names_what_runs(tmp_path, capsys):
 @pytest.fixture
 def folder(tmp_path, monkeypatch) -> Path:
     """An empty folder with an experiment; jobs are stubs."""
-    shutil.copy(Path(__file__).with_name("stub_gradwire"), tmp_path / "gradwire")
+    shutil.copy(STUB, tmp_path / "gradwire")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.chdir(tmp_path)
     Path("experiment.yaml").write_text(yaml.safe_dump(GOOD))

@@ -9,69 +9,17 @@ import json
 import os
 import re
 import shutil
-import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-import yaml
-from jobs import job_counts, job_table
-from snakemakes import Snakemakes
+from jobs import job_table
+from snakemakes import SMALL, Checkout
 
 from gradwire.bench.launch.links import probe
 
-ROOT = Path(__file__).parents[3]
 TOO_LARGE = 4000  # ranks: more than the corpus has samples, so that this run fails before any rank starts
 
-SMALL = {
-    "name": "small",
-    "dataset": {"source": "pydocs", "max_mb": 0.15, "vocab_size": 300, "max_length": 32, "val_fraction": 0.1},
-    "training": {"device": "cpu", "steps": 7, "warmup_steps": 1, "profile_steps": 2, "batch_size": 2, "eval_every": 0},
-    "compressors": {"none": {}, "int8": {}},
-    "grid": [{"strategies": ["fsdp2"], "world_sizes": [2], "seeds": [0]}],
-    "gradients": {"compressors": ["none"], "dim": [16], "max_samples": 9, "query": 'what\'s {it} "for"?'},
-}
 BROKEN = {**SMALL, "grid": [*SMALL["grid"], {"compressors": ["none"], "world_sizes": [TOO_LARGE]}]}
-BROKEN["gradients"] = {**SMALL["gradients"], "world_sizes": [2]}
-SMALL["gradients"] = BROKEN["gradients"]
-
-
-class Checkout:
-    """A copy of the project that a test may edit and run."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        for name in ("src", "workflow", "profiles", "Snakefile", "config.yaml"):
-            copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
-            copy(ROOT / name, folder / name)
-        built = shutil.ignore_patterns("cache", "images")  # an image's name follows from the rest
-        shutil.copytree(ROOT / "containers", folder / "containers", ignore=built)
-        shutil.copy(Path(__file__).with_name("stub_gradwire"), folder / "gradwire")
-        # The copy's own package comes first, in Snakemake and in every job.
-        self.snakemakes = Snakemakes(folder, {**os.environ, "PYTHONPATH": str(folder / "src")})
-
-    def configure(self, experiment: dict) -> None:
-        (self.folder / "experiment.yaml").write_text(yaml.safe_dump(experiment))
-
-    def snakemake(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        return self.snakemakes("--cores", "2", "--configfile", "experiment.yaml", *arguments, **variables)
-
-    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """Run the jobs, each by a stub."""
-        return self.snakemake(*arguments, PATH=f"{self.folder}:{os.environ['PATH']}")
-
-    def jobs(self, **variables: str) -> dict[str, int]:
-        done = self.snakemake("-n", **variables)
-        assert done.returncode == 0, done.stdout
-        return job_table(done.stdout)
-
-    def results(self, name: str) -> list[dict]:
-        lines = (self.folder / "results" / name / "results.jsonl").read_text().splitlines()
-        return [json.loads(line) for line in lines]
-
-    def edit(self, path: str) -> None:
-        with (self.folder / path).open("a") as source:
-            source.write("\n# an edit\n")
 
 
 @pytest.fixture(scope="module")
@@ -125,8 +73,9 @@ def test_nodes_follow_from_the_ranks_that_a_node_takes(checkout):
     assert refused.returncode and "invalid ranks_per_node 0: set a positive integer" in refused.stdout
 
 
-def test_the_default_experiment_lists_its_jobs(tmp_path):
-    counts = job_counts("--directory", str(tmp_path), "--configfile", str(ROOT / "config.yaml"), cwd=ROOT)
+def test_the_default_experiment_lists_its_jobs(checkout, tmp_path):
+    shown = checkout.snakemakes("-n", "--cores", "2", "--directory", str(tmp_path), "--configfile", "config.yaml")
+    counts = job_table(shown.stdout)
     on_links = 0 if probe().reason else 8  # for times only
     of_cells = {"train": 28 + on_links, "trace": 28 + on_links, "perplexity": 28}
     of_gradients = dict.fromkeys(("grads_collect", "grads_aggregate", "grads_validate", "grads_query"), 1)

@@ -1,0 +1,43 @@
+"""Launches in the test's own process, whose forked ranks have torch already."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from subprocess import CompletedProcess
+
+import launches
+import pytest
+
+from gradwire import cli
+from gradwire.bench.launch import fork, ranks
+from gradwire.bench.launch import launch as launching
+from gradwire.bench.verbs import Verb
+
+PRELOAD = ("gradwire.comm.parallel", "gradwire.bench.training.measure", "rank_verb")
+
+
+@pytest.fixture(scope="session")
+def template() -> str:
+    """The socket of a template for all launches; it ends with this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", f"{launches.PROBE.parent}:{os.environ.get('PYTHONPATH', '')}")
+        fork.share(PRELOAD, ranks.rank_variables(2))
+    return os.environ.pop(fork.SHARED)
+
+
+@pytest.fixture
+def launch(template, monkeypatch, capfd) -> Callable[..., CompletedProcess[str]]:
+    """`gradwire launch` with the arguments of `launches.words`: its exit code, and what it and its ranks print."""
+    for name in os.environ.keys() - launches.CLEAN.keys():
+        monkeypatch.delenv(name)
+    monkeypatch.setenv(fork.SHARED, template)
+    monkeypatch.setitem(cli.VERBS, "probe", Verb("rank_verb", "do what a test says"))
+    monkeypatch.setattr(launching, "RANK", (sys.executable, str(launches.PROBE)))
+
+    def launched(*args, launcher: str = "fork", **options) -> CompletedProcess[str]:
+        words = launches.words(*args, launcher=launcher, **options)
+        return CompletedProcess(words, cli.main(words), *capfd.readouterr())
+
+    return launched
