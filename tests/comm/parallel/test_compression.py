@@ -22,7 +22,7 @@ import gradwire
 from gradwire.base.errors import BadInput, NonFiniteGradient, RunFault
 from gradwire.comm.parallel import accumulation, wrap
 
-STEPS = 5
+STEPS = 4
 EXACT = {"compressor": "none", "algorithm": "exchange"}
 
 
@@ -113,7 +113,7 @@ def scaled(model, make, rank):
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-    assert scaler.get_scale() == 2.0**11, "grown twice, and halved once"
+    assert scaler.get_scale() == 2.0**10, "grown once, and halved once"
 
 
 def closure(model, make, rank):
@@ -164,7 +164,7 @@ def trained(rank, world, group, framework, loop, compressed, **options):
 @pytest.mark.parametrize("framework", ["ddp", "fsdp2"])
 @pytest.mark.parametrize(
     ("loop", "steps"),
-    [("plain", 5), ("clipped", 5), ("several", 6), ("scaled", 4), ("closure", 5)],
+    [("plain", 4), ("clipped", 4), ("several", 5), ("scaled", 3), ("closure", 4)],
 )
 def test_a_loop_that_does_not_change_trains_as_without_gradwire(world, framework, loop, steps):
     theirs = world(2).run(trained, framework, loop, False)
@@ -541,7 +541,7 @@ def by_ddps_buckets(rank, world, group, compressor, options, bucket_mb):
     ddp = DistributedDataParallel(net(), bucket_cap_mb=bucket_mb)
     compression = gradwire.compress_gradients(ddp, compressor, **options)
     gradients = []
-    for step in range(4):
+    for step in range(3):
         loss_of(ddp, rank, step).backward()
         compression.finish()
         gradients += [p.grad.clone() for p in ddp.parameters()]
@@ -549,14 +549,13 @@ def by_ddps_buckets(rank, world, group, compressor, options, bucket_mb):
     return gradients, compression.traffic["sent"]
 
 
-@pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize(
-    ("compressor", "options"),
+    ("compressor", "options", "size"),
     [
-        ("fp16", {"algorithm": "native"}),
-        ("int8", {"error_feedback": True}),
-        ({"method": "powersgd", "rank": 1}, {"error_feedback": True}),
-        ("topk", {"granularity": "row"}),
+        ("fp16", {"algorithm": "native"}, 2),
+        ("int8", {"error_feedback": True}, 3),
+        ({"method": "powersgd", "rank": 1}, {"error_feedback": True}, 2),
+        ("topk", {"granularity": "row"}, 2),
     ],
     ids=str,
 )

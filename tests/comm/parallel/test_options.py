@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from diagonals import diagonals
 from test_frameworks import batch_of, loss_of, model_of, whole_gradients
 from test_overlap import Unused
 from torch import nn
@@ -115,12 +116,12 @@ def branched(rank, world, group, strategy, apart, passes):
 @pytest.mark.parametrize(
     ("size", "strategy", "apart", "passes"),
     [
-        (2, "fsdp2", False, ["layer"]),
-        (3, "fsdp2", True, ["layer"]),
         (2, "fsdp2", True, ["layer", "layer"]),
         (3, "fsdp2", False, ["layer", "both"]),
-        (4, "hsdp", False, ["layer"]),
         (4, "hsdp", True, ["layer"]),
+        pytest.param(2, "fsdp2", False, ["layer"], marks=pytest.mark.sweep),
+        pytest.param(3, "fsdp2", True, ["layer"], marks=pytest.mark.sweep),
+        pytest.param(4, "hsdp", False, ["layer"], marks=pytest.mark.sweep),
     ],
 )
 def test_fsdp2_reduces_zeros_for_an_unused_layer(world, size, strategy, apart, passes):
@@ -167,8 +168,9 @@ def policy(rank, world, group, strategy_options):
     return seen, gathered, *gradients
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("options", [{"mp_policy": BF16}, {"reshard_after_forward": False}, {}])
+@pytest.mark.parametrize(
+    ("size", "options"), diagonals([2, 3], [{"mp_policy": BF16}, {"reshard_after_forward": False}, {}])
+)
 def test_fsdp2_takes_its_own_options(world, size, options):
     narrow = "mp_policy" in options
     for seen, gathered, theirs, mine in world(size).run(policy, options):
