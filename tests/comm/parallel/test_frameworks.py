@@ -40,6 +40,7 @@ from gradwire.comm.parallel import (
 
 STRATEGIES = tuple(name for name in topology.STRATEGIES.available() if name != "hsdp")  # two ranks make no islands
 STOCHASTIC = {"rounding": "stochastic", "block": 16}
+sweep = pytest.mark.sweep
 
 worlds = pytest.mark.parametrize("size", [2, 3])
 every_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
@@ -160,28 +161,22 @@ def assert_near(found, exact):
         assert (found[name].double() - gradient).abs().max() <= 2e-6 * top, name
 
 
-@worlds
-@pytest.mark.parametrize("name", ["odd", "gpt2"])
-@pytest.mark.parametrize("method", [None, "none"])
-def test_gradients_equal_the_big_batch(world, size, name, method):
+@pytest.mark.parametrize(("size", "name"), [*diagonals([2, 3], ["odd", "gpt2"]), pytest.param(4, "odd", marks=sweep)])
+def test_gradients_equal_the_big_batch(world, size, name):
+    """By the frameworks' collectives, and by the exchange: the same bits under every strategy, and no padding sent."""
     exact = exact_gradients(name, range(size))
-    for ranks in run(world, size, name, method=method).values():
-        for found, _ in ranks:
+    numel = sum(gradient.numel() for gradient in exact.values())
+    alone, exchanged = (run(world, size, name, method=method) for method in (None, "none"))
+    reference = exchanged["ddp"][0][0]
+    for strategy in STRATEGIES:
+        for found, _ in (*alone[strategy], *exchanged[strategy]):
             assert_near(found, exact)
+        assert all(torch.equal(found[key], reference[key]) for found, _ in exchanged[strategy] for key in reference)
+        raw, sent = (sum(traffic[key] for _, traffic in exchanged[strategy]) for key in ("raw", "sent"))
+        assert raw == sent == raw_bytes(strategy_class(strategy).kind, numel, size)
 
 
-@worlds
-@pytest.mark.parametrize("name", ["odd", "gpt2"])
-def test_the_exchange_gives_the_same_bits_under_every_strategy(world, size, name):
-    results = run(world, size, name)
-    reference = results["ddp"][0][0]
-    for ranks in results.values():
-        for found, _ in ranks:
-            assert all(torch.equal(found[parameter], reference[parameter]) for parameter in reference)
-
-
-@worlds
-@every_strategy
+@pytest.mark.parametrize(("size", "strategy"), diagonals([2, 3], STRATEGIES))
 @pytest.mark.parametrize("method", [None, "none"])
 def test_accumulated_gradients_are_averaged_once(world, size, strategy, method):
     ranks = run(world, size, "odd", [strategy], method, micros=3)[strategy]
@@ -199,14 +194,6 @@ def test_ratios_and_totals_are_exact_without_padding(world, method, ratio):
         assert raw / sent == ratio
         assert raw == raw_bytes(strategy_class(strategy).kind, numel, 2)
         assert all(traffic["fallbacks"] == traffic["exempt_elements"] == 0 for _, traffic in ranks)
-
-
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_padding_and_empty_shards_are_not_sent(world, size):
-    numel = sum(parameter.numel() for parameter in Odd().parameters())
-    for strategy, ranks in run(world, size, "odd").items():
-        raw, sent = (sum(traffic[key] for _, traffic in ranks) for key in ("raw", "sent"))
-        assert raw == sent == raw_bytes(strategy_class(strategy).kind, numel, size)
 
 
 @every_strategy
@@ -267,8 +254,7 @@ def clipped(rank, world, group, strategy, method):
     return before, unchanged, loose, norm, whole_gradients(model)
 
 
-@worlds
-@every_strategy
+@pytest.mark.parametrize(("size", "strategy"), diagonals([2, 3], STRATEGIES))
 def test_clipping_uses_the_norm_over_the_whole_model(world, size, strategy):
     results = world(size).run(clipped, strategy, "none")
     exact = exact_gradients("odd", range(size))
@@ -304,10 +290,9 @@ def trained(rank, world, group, name, strategy, count):
     return full_state_dict(model)
 
 
-@pytest.mark.parametrize("size", [1, 3])
-@every_strategy
-@pytest.mark.parametrize("name", ["odd", "gpt2"])
-def test_the_full_state_has_the_unwrapped_models_names(world, size, strategy, name):
+@pytest.mark.parametrize(("case", "strategy"), diagonals([(3, "odd"), (1, "gpt2"), (3, "gpt2")], STRATEGIES))
+def test_the_full_state_has_the_unwrapped_models_names(world, case, strategy):
+    size, name = case
     first, *others = world(size).run(trained, name, strategy, 1)
     assert others == [{}] * (size - 1)
     model = model_of(name)
@@ -320,7 +305,7 @@ def test_the_full_state_has_the_unwrapped_models_names(world, size, strategy, na
 
 
 def resumed(rank, world, group, strategy, folder, method, options):
-    """Four steps at a stretch; two, a checkpoint, everything new, two: the parameters of both."""
+    """Parameters after three steps, and after everything is new but for a checkpoint that two of them left."""
 
     def new():
         reducer = reducer_of(group, method, options, seed=2, error_feedback=True)
@@ -337,18 +322,17 @@ def resumed(rank, world, group, strategy, folder, method, options):
             optimizer.step()
 
     whole = new()
-    train(*whole, range(4))
-    model, optimizer, reducer = new()
-    train(model, optimizer, reducer, range(2))
-    dcp.save(checkpoint_state(model, optimizer), checkpoint_id=folder)
-    kept = copy.deepcopy(reducer.state_dict())
+    train(*whole, range(2))
+    dcp.save(checkpoint_state(*whole[:2]), checkpoint_id=folder)
+    kept = copy.deepcopy(whole[2].state_dict())
+    train(*whole, [2])
 
     model, optimizer, reducer = new()
     state = checkpoint_state(model, optimizer)
     dcp.load(state, checkpoint_id=folder)
     load_checkpoint_state(model, optimizer, state)
     reducer.load_state_dict(kept)
-    train(model, optimizer, reducer, range(2, 4))
+    train(model, optimizer, reducer, [2])
     return full_state_dict(whole[0]), full_state_dict(model)
 
 
@@ -378,7 +362,7 @@ def stepped(rank, world, group, strategy, states):
     return whole_gradients(model), copy.deepcopy(reducer.state_dict())
 
 
-@every_strategy
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_another_number_of_ranks_begins_without_residuals(world, strategy):
     states = [state for _, state in world(2).run(stepped, strategy, [])]
     parts = [state[f"rank{rank}"][0] for rank, state in enumerate(states)]
