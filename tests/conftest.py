@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
+from data_samples import values, write_corpus
 from world import Pool, World
 
 if not torch.cuda.is_available():
@@ -45,3 +47,15 @@ def world() -> Iterator[Callable[[int], World]]:
     pool = Pool(POOL_SIZE)
     yield lambda size: World(pool, size)
     pool.stop()
+
+
+@pytest.fixture(scope="session")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Token shards of a small corpus, for runs of `small_runs`; few samples are for validation."""
+    from gradwire.lm.data.tokenization import tokenize
+
+    root = tmp_path_factory.mktemp("training")
+    corpus = write_corpus(root / "corpus.json", values(60))
+    sizes = {"vocab_size": 300, "max_length": 24, "shard_size": 50}
+    tokenize(corpus, root, tokenizer="bpe", **sizes, val_fraction=0.05, dataset="small")
+    return root / "shards"

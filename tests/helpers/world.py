@@ -30,10 +30,12 @@ GROUP_TIMEOUT = timedelta(seconds=30)  # of one collective
 RUN_TIMEOUT_S = 60.0  # of one `run`
 THREADS = Path("/proc/self/task")
 MOST_THREADS = 30  # of a rank between two tasks
-PRELOAD = (
+PRELOAD = (  # imported once, before the ranks fork off
     "gradwire.comm.parallel",
+    "gradwire.bench.training.loop",
+    "torch.utils.tensorboard",
     "transformers.models.gpt2.modeling_gpt2",
-)  # imported once, before the ranks fork off
+)
 
 
 class Failure(NamedTuple):

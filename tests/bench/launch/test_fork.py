@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_launch import CLEAN
-from test_training import shards, words  # noqa: F401
+from launches import CLEAN
+from small_runs import words
 
 pytestmark = pytest.mark.full
 RUN_OF_ITS_OWN = ("events.out.tfevents",)  # names with a time and a process
@@ -31,7 +31,7 @@ def trained(folder: Path, data: Path, launcher: str) -> tuple[set[str], dict, by
     )
 
 
-def test_forked_ranks_write_the_files_of_torchrun(shards, tmp_path):  # noqa: F811
+def test_forked_ranks_write_the_files_of_torchrun(shards, tmp_path):
     (forked, own, weights), (started, other, same) = (
         trained(tmp_path / launcher, shards, launcher) for launcher in ("fork", "torchrun")
     )

@@ -12,21 +12,21 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
+from unittest import mock
 
 import pyarrow.parquet as pq
 import pytest
 import torch
-from test_training import SMALL, losses, run, shards, words  # noqa: F401  a fixture
+from launches import CLEAN, wait_until
+from small_runs import SMALL, losses, run, train, weights, words
 
-from gradwire import cli
+from gradwire.base.errors import Stopped
 from gradwire.base.files import sha256_file, write_json
-from gradwire.bench.launch.ranks import THREADS
+from gradwire.bench.training.step import Stepper, preemption
 
 FEEDBACK = json.dumps({"rounding": "stochastic", "error_feedback": True, "schedule": {"block": {"0": 128, "4": 64}}})
 OPTIONS = {"comm_compress": "int8", "comm_config_json": FEEDBACK, "checkpoint_every": 2, "keep_checkpoints": 3}
-CLEAN = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", *THREADS)}
 
 
 def flip(path: Path) -> None:
@@ -40,15 +40,6 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "checkpoints").iterdir())
 
 
-def weights(folder: Path) -> bytes:
-    return (folder / "final_model/model.safetensors").read_bytes()
-
-
-def train(folder: Path, data: Path, *more: str, **changes) -> int:
-    """`gradwire train` as a single process, this one."""
-    return cli.main(["train", *words(data, folder, *more, **{"checkpoint_every": 2, "eval_every": 0, **changes})])
-
-
 def copy_run(whole: Path, folder: Path) -> Path:
     """A run that was cut off after its checkpoints."""
     shutil.copytree(whole / "checkpoints", folder / "checkpoints")
@@ -56,39 +47,39 @@ def copy_run(whole: Path, folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(shards, tmp_path_factory) -> Path:  # noqa: F811
+def whole(shards, tmp_path_factory) -> Path:
     """An unbroken run of one process with three checkpoints."""
     folder = tmp_path_factory.mktemp("whole")
     assert train(folder, shards, keep_checkpoints=3) == 0
     return folder
 
 
-DAMAGE = {
-    "a byte of the model": lambda step: flip(step / "state0.pt"),
-    "a byte of a rank's own": lambda step: flip(step / "rank0.pt"),
-    "a file cut short": lambda step: os.truncate(step / "state0.pt", 1000),
-    "a file lost": lambda step: (step / "rank0.pt").unlink(),
-    "no manifest": lambda step: (step / "checkpoint.json").unlink(),
-    "half a manifest": lambda step: os.truncate(step / "checkpoint.json", 20),
+DAMAGE = {  # by step
+    7: lambda step: flip(step / "state0.pt"),
+    6: lambda step: flip(step / "rank0.pt"),
+    5: lambda step: os.truncate(step / "state0.pt", 1000),
+    4: lambda step: (step / "rank0.pt").unlink(),
+    3: lambda step: (step / "checkpoint.json").unlink(),
+    2: lambda step: os.truncate(step / "checkpoint.json", 20),
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(damage, shards, whole, tmp_path, capsys):  # noqa: F811
-    folder = copy_run(whole, tmp_path)
-    newest = folder / "checkpoints/step00000006"
-    DAMAGE[damage](newest)
-    assert train(folder, shards, "--resume", keep_checkpoints=3) == 0
-    notes = [line for line in capsys.readouterr().err.splitlines() if "NOTE" in line]
-    assert len(notes) == 2
-    assert str(newest) in notes[0]
-    assert "resuming after step 4, from" in notes[1]
-    assert "the checkpoint is damaged and is skipped" in notes[0]
-    assert weights(folder) == weights(whole)
-    assert names(folder) == ["step00000002", "step00000004", "step00000006"]
+def test_damaged_checkpoints_are_named_and_the_one_before_them_is_used(shards, tmp_path, capsys):
+    every = {"checkpoint_every": 1, "keep_checkpoints": 7, "steps": 7}
+    assert train(tmp_path / "whole", shards, **every) == 0
+    folder = copy_run(tmp_path / "whole", tmp_path / "resumed")
+    for step, damage in DAMAGE.items():
+        damage(folder / f"checkpoints/step{step:08d}")
+    assert train(folder, shards, "--resume", **every) == 0
+    *skipped, resumed = [line for line in capsys.readouterr().err.splitlines() if "NOTE" in line]
+    for step, note in zip(DAMAGE, skipped, strict=True):
+        assert f"checkpoints/step{step:08d}" in note and "the checkpoint is damaged and is skipped" in note
+    assert "resuming after step 1, from" in resumed
+    assert weights(folder) == weights(tmp_path / "whole")
+    assert names(folder) == [f"step{step:08d}" for step in range(1, 8)]
 
 
-def test_dropout_goes_on_as_if_unbroken(shards, tmp_path):  # noqa: F811
+def test_dropout_goes_on_as_if_unbroken(shards, tmp_path):
     model = {"architecture": "gpt2", "n_layer": 1, "n_embd": 32, "n_head": 2, "embd_pdrop": 0.3}
     assert train(tmp_path / "whole", shards, model=json.dumps(model)) == 0
     folder = copy_run(tmp_path / "whole", tmp_path / "resumed")
@@ -97,7 +88,7 @@ def test_dropout_goes_on_as_if_unbroken(shards, tmp_path):  # noqa: F811
     assert weights(folder) == weights(tmp_path / "whole")
 
 
-def test_when_all_are_damaged_the_run_starts_over(shards, whole, tmp_path, capsys):  # noqa: F811
+def test_when_all_are_damaged_the_run_starts_over(shards, whole, tmp_path, capsys):
     folder = copy_run(whole, tmp_path)
     for step in (folder / "checkpoints").iterdir():
         flip(step / "state0.pt")
@@ -108,7 +99,7 @@ def test_when_all_are_damaged_the_run_starts_over(shards, whole, tmp_path, capsy
     assert weights(folder) == weights(whole)
 
 
-def test_a_checkpoint_that_was_not_finished_is_not_one(shards, whole, tmp_path, capsys):  # noqa: F811
+def test_a_checkpoint_that_was_not_finished_is_not_one(shards, whole, tmp_path, capsys):
     folder = copy_run(whole, tmp_path)
     (folder / "checkpoints/step00000006").rename(folder / "checkpoints/step00000006.part")
     (folder / "checkpoints/step00000006.part/rank0.pt").unlink()
@@ -120,7 +111,7 @@ def test_a_checkpoint_that_was_not_finished_is_not_one(shards, whole, tmp_path, 
 
 
 def test_a_checkpoint_of_another_configuration_or_source_is_refused_or_left_behind(
-    shards,  # noqa: F811
+    shards,
     whole,
     tmp_path,
     capsys,
@@ -143,14 +134,14 @@ def test_a_checkpoint_of_another_configuration_or_source_is_refused_or_left_behi
     assert "another source: starting over" in capsys.readouterr().err
 
 
-def test_without_resume_a_run_starts_over(shards, whole, tmp_path):  # noqa: F811
+def test_without_resume_a_run_starts_over(shards, whole, tmp_path):
     folder = copy_run(whole, tmp_path)
     assert train(folder, shards, checkpoint_every=4) == 0
     assert names(folder) == ["step00000004"]
     assert weights(folder) == weights(whole), "how often a run is saved is not part of its identity"
 
 
-def test_a_pickle_in_a_checkpoint_is_not_executed(shards, whole, tmp_path, capsys):  # noqa: F811
+def test_a_pickle_in_a_checkpoint_is_not_executed(shards, whole, tmp_path, capsys):
     class Evil:
         def __reduce__(self):
             return Path.touch, (tmp_path / "executed",)
@@ -173,7 +164,7 @@ def test_a_pickle_in_a_checkpoint_is_not_executed(shards, whole, tmp_path, capsy
     "strategy",
     ["ddp", "fsdp1", "fsdp2", *(pytest.param(name, marks=pytest.mark.sweep) for name in ("naive", "bucket"))],
 )
-def test_residuals_generators_and_schedules_resume_in_every_strategy(world, shards, tmp_path, strategy):  # noqa: F811
+def test_residuals_generators_and_schedules_resume_in_every_strategy(world, shards, tmp_path, strategy):
     options = {**OPTIONS, "strategy": strategy} | ({"param_compress": "int4-diff"} if strategy == "fsdp2" else {})
     unbroken = world(2).run(run, words(shards, tmp_path / "whole", **options))
     folder = copy_run(tmp_path / "whole", tmp_path / "resumed")
@@ -206,38 +197,48 @@ def ranks_of(process: int, launcher: str) -> list[int]:
     return children(children(process)[0] if launcher == "fork" else process)
 
 
-def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 60
-    while not path.exists():
-        assert process.poll() is None, process.stderr.read()
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-LONG = {"steps": 16, "eval_every": 0}
+LONG = {"steps": 12, "eval_every": 0}
 
 
 @pytest.fixture(scope="module")
-def unbroken(world, shards, tmp_path_factory) -> tuple[list[float], bytes]:  # noqa: F811
+def unbroken(world, shards, tmp_path_factory) -> tuple[list[float], bytes]:
     """The losses and the weights of two ranks that nobody stopped."""
     folder = tmp_path_factory.mktemp("unbroken")
     rows = world(2).run(run, words(shards, folder, **LONG))[0][0]
     return losses(rows), weights(folder)
 
 
+def interrupted(rank: int, world_size: int, group: object, arguments: list[str]) -> str:
+    """Train with a SIGTERM to the second rank in its fifth step; return why it stopped."""
+    taken = Stepper.take
+
+    def take(stepper, step):
+        if (rank, step) == (1, 4):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return taken(stepper, step)
+
+    with mock.patch.object(Stepper, "take", take), preemption() as asked, pytest.raises(Stopped) as stopped:
+        run(rank, world_size, group, arguments, asked)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    return str(stopped.value)
+
+
+def test_a_signal_to_one_rank_stops_all_and_the_run_goes_on_as_if_unbroken(world, shards, unbroken, tmp_path):
+    reasons = world(2).run(interrupted, words(shards, tmp_path, **LONG))
+    assert reasons == ["stopped by a signal after step 5, with a checkpoint; continue with --resume."] * 2
+    assert names(tmp_path) == ["step00000005"] and not (tmp_path / "record.json").exists()
+    resumed = world(2).run(run, words(shards, tmp_path, "--resume", **LONG))
+    assert (losses(resumed[0][0]), weights(tmp_path)) == unbroken
+
+
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("launcher", "target"),
-    [
-        ("fork", "rank"),
-        *(
-            pytest.param(*case, marks=pytest.mark.sweep)
-            for case in (("fork", "launcher"), ("spawn", "rank"), ("spawn", "launcher"), ("torchrun", "launcher"))
-        ),
-    ],
+    [("fork", "rank"), ("fork", "launcher"), ("spawn", "rank"), ("spawn", "launcher"), ("torchrun", "launcher")],
 )
 def test_sigterm_saves_and_exits_75_and_the_run_goes_on_as_if_unbroken(
     world,
-    shards,  # noqa: F811
+    shards,
     unbroken,
     tmp_path,
     launcher,
@@ -246,7 +247,7 @@ def test_sigterm_saves_and_exits_75_and_the_run_goes_on_as_if_unbroken(
     """Two ranks, in the middle of training; a scheduler signals the launcher, or one rank only."""
     folder = tmp_path / "run"
     running = launch(folder, shards, launcher=launcher, checkpoint_every=2, **LONG)
-    wait_for(folder / "checkpoints/step00000002", running)
+    wait_until((folder / "checkpoints/step00000002").exists)
     os.kill(running.pid if target == "launcher" else ranks_of(running.pid, launcher)[1], signal.SIGTERM)
     _, printed = running.communicate(timeout=60)
     assert running.returncode == 75, printed
@@ -255,14 +256,14 @@ def test_sigterm_saves_and_exits_75_and_the_run_goes_on_as_if_unbroken(
     assert "with a checkpoint; continue with --resume." in stopped
     failure = json.loads((folder / "train.failed.json").read_text())
     assert failure["exit_code"] == 75
-    assert failure["last_step"] == int(names(folder)[-1].removeprefix("step")) < 16
+    assert failure["last_step"] == int(names(folder)[-1].removeprefix("step")) < 12
     assert not (folder / "record.json").exists()
 
     resumed = world(2).run(run, words(shards, folder, "--resume", **LONG))
     assert (losses(resumed[0][0]), weights(folder)) == unbroken
 
 
-def test_a_signal_while_results_are_written_does_not_break_them_off(shards, tmp_path, monkeypatch):  # noqa: F811
+def test_a_signal_while_results_are_written_does_not_break_them_off(shards, tmp_path, monkeypatch):
     """Training is over by then: nothing would be left to resume, and a part of a file would stay."""
     write_table, parts = pq.write_table, []
 
@@ -286,7 +287,7 @@ def test_a_signal_while_results_are_written_does_not_break_them_off(shards, tmp_
     assert pq.read_table(tmp_path / "steps.parquet").num_rows == SMALL["steps"]
 
 
-def test_a_run_stopped_after_its_profiled_steps_keeps_its_trace(shards, tmp_path):  # noqa: F811
+def test_a_run_stopped_after_its_profiled_steps_keeps_its_trace(shards, tmp_path):
     """Snakemake deletes the traces of a failed job, so a checkpoint carries them."""
     options = {"profile": True, "profile_steps": 1}
     assert train(tmp_path, shards, **options) == 0

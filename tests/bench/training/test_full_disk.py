@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from test_training import shards, words  # noqa: F401
+from small_runs import words
 
 from gradwire import cli
 from gradwire.base.errors import RunFault
@@ -39,7 +39,7 @@ def largest_file(size: int) -> Iterator[None]:
     ],
     ids=["trace", "tensorboard"],
 )
-def test_a_file_that_is_too_large_is_one_message(shards, tmp_path, capfd, size, profile, message):  # noqa: F811
+def test_a_file_that_is_too_large_is_one_message(shards, tmp_path, capfd, size, profile, message):
     with largest_file(size):
         code = cli.main(["train", *words(shards, tmp_path / "run", profile=profile)])
     printed = capfd.readouterr()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import math
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -90,21 +88,21 @@ def test_a_continuation_ends_at_the_end_of_text(small):
     assert continuation(model, ids, "", 5, 0.0, 1.0) == [words.eos_id], "nothing is generated after it"
 
 
-def test_generate_reads_a_prompt_from_stdin_and_repeats_itself_by_seed(small, capsys, monkeypatch):
-    words = [sys.executable, "-m", "gradwire", "generate", "--model_dir", str(small.model), "--max_new_tokens", "12"]
-    done = subprocess.run(words, input=b"a sample\n", capture_output=True, check=True)
-    printed = done.stdout.decode()  # not as text, which would replace a carriage return
-    assert printed.startswith("a sample") and printed.endswith("\n")
-    assert done.stderr == b""
+def test_generate_reads_a_prompt_from_stdin_and_repeats_itself_by_seed(small, capfdbinary, monkeypatch):
+    words = ["generate", "--model_dir", str(small.model), "--max_new_tokens", "12"]
 
-    def here(*more):
+    def generated(*more):
         monkeypatch.setattr("sys.stdin", io.StringIO("a sample\n"))
-        assert cli.main([*words[3:], *more]) == 0
-        return capsys.readouterr().out
+        assert cli.main([*words, *more]) == 0
+        printed, errors = capfdbinary.readouterr()  # not as text, which would replace a carriage return
+        assert errors == b""
+        return printed
 
-    assert here() == printed
-    assert here("--seed", "1") != printed
-    assert here("--temperature", "0") == here("--temperature", "0", "--seed", "1")
+    first = generated()
+    assert first.startswith(b"a sample") and first.endswith(b"\n")
+    assert generated() == first
+    assert generated("--seed", "1") != first
+    assert generated("--temperature", "0") == generated("--temperature", "0", "--seed", "1")
 
 
 def test_generate_refuses_an_empty_prompt(small, capsys, monkeypatch):

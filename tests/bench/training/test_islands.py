@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from links_rows import row
-from test_training import losses, run, shards, words  # noqa: F401  a fixture
+from small_runs import losses, run, words
 
 from gradwire.base.errors import BadInput
 from gradwire.bench.config import Cell, Run, experiment
@@ -23,13 +23,13 @@ INT8 = {"method": "int8", "rounding": "stochastic", "error_feedback": True}
 RAW = 4  # bytes of a float32
 
 
-def trained(world, shards, folder, cell, *more, size=4, islands=2, strategy="hsdp", **changes):  # noqa: F811
+def trained(world, shards, folder, cell, *more, size=4, islands=2, strategy="hsdp", **changes):
     arguments = {"strategy": strategy, "islands": islands, "comm_config_json": json.dumps(cell), **changes}
     results = world(size).run(run, words(shards, folder, *more, **arguments))
     return [rows for rows, _ in results], results[0][1]
 
 
-def test_bytes_by_class_of_link_are_their_closed_forms(world, shards, tmp_path):  # noqa: F811
+def test_bytes_by_class_of_link_are_their_closed_forms(world, shards, tmp_path):
     cells = {"none": {}, "both": {**INT8, "inside": {"method": "bf16", "algorithm": "exchange"}}}
     for label, cell in cells.items():
         _, record = trained(world, shards, tmp_path / label, cell, steps=3, eval_every=0)
@@ -52,7 +52,7 @@ def test_bytes_by_class_of_link_are_their_closed_forms(world, shards, tmp_path):
         assert record["run_name"].endswith("ws4-islands2/none/seed0")
 
 
-def _gathers(world, shards, folder, numel):  # noqa: F811
+def _gathers(world, shards, folder, numel):
     """Bytes that an island of two ranks gathers: those of a flat run of two."""
     if not hasattr(_gathers, "found"):
         changes = {"steps": 3, "eval_every": 0, "size": 2, "islands": 1, "strategy": "fsdp2"}
@@ -77,7 +77,7 @@ WITHIN_TIME = ("both", "diloco")  # the others are in the sweep
 @pytest.mark.parametrize(
     "label", [pytest.param(label, marks=() if label in WITHIN_TIME else pytest.mark.sweep) for label in OPTIMIZERS]
 )
-def test_a_resumed_run_equals_an_unbroken_one(world, shards, tmp_path, label):  # noqa: F811
+def test_a_resumed_run_equals_an_unbroken_one(world, shards, tmp_path, label):
     """With a checkpoint inside of a round, and every check of the ranks on."""
     cell = OPTIMIZERS[label]
     changes = {"checkpoint_every": 4, "verify_sync": 1, "eval_every": 3, "steps": 6}
@@ -98,7 +98,7 @@ def test_a_resumed_run_equals_an_unbroken_one(world, shards, tmp_path, label):  
     assert (again / model).read_bytes() == (tmp_path / "whole" / model).read_bytes()
 
 
-def test_one_rank_per_island_is_ddp_in_the_record_too(world, shards, tmp_path):  # noqa: F811
+def test_one_rank_per_island_is_ddp_in_the_record_too(world, shards, tmp_path):
     _, record = trained(world, shards, tmp_path / "hsdp", INT8, size=2, steps=3, eval_every=0)
     ddp = {"size": 2, "steps": 3, "eval_every": 0, "islands": 1, "strategy": "ddp"}
     _, other = trained(world, shards, tmp_path / "ddp", INT8, **ddp)
@@ -125,7 +125,7 @@ def on_cables(folder: Path, data: Path, **changes) -> dict:
 @pytest.mark.full
 @pytest.mark.skipif(OFFER.options is None, reason=f"no links here: {OFFER.reason}")
 @pytest.mark.parametrize("cell", [{}, INT8], ids=["none", "int8"])
-def test_the_cables_of_islands_carry_the_bytes_between_them(shards, tmp_path, cell):  # noqa: F811
+def test_the_cables_of_islands_carry_the_bytes_between_them(shards, tmp_path, cell):
     record = on_cables(tmp_path, shards, strategy="hsdp", comm_config_json=json.dumps(cell))
     seen = record["bytes_interface_between_total"] / record["bytes_between_total"]
     assert 1 < seen < 1.05  # headers of frames, acknowledgements and a step's scalars come on top
@@ -133,7 +133,7 @@ def test_the_cables_of_islands_carry_the_bytes_between_them(shards, tmp_path, ce
 
 @pytest.mark.full
 @pytest.mark.skipif(OFFER.options is None, reason=f"no links here: {OFFER.reason}")
-def test_flat_shards_send_parameters_and_gradients_over_the_cables(world, shards, tmp_path):  # noqa: F811
+def test_flat_shards_send_parameters_and_gradients_over_the_cables(world, shards, tmp_path):
     flat = on_cables(tmp_path / "flat", shards, strategy="fsdp2")
     changes = {"model": json.dumps(LARGER), "eval_every": 0, "strategy": "fsdp2"}
     _, beside = trained(world, shards, tmp_path / "output_dir", {}, islands=1, **changes)

@@ -7,8 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from test_checkpoints import train
-from test_training import run, shards, words  # noqa: F401  a fixture
+from small_runs import run, train, words
 
 from gradwire import cli
 from gradwire.lm.models import causal, optimizer
@@ -37,7 +36,7 @@ def files(model: Path) -> dict[str, bytes]:
         (2, {"strategy": "ddp", "comm_optimizer": "diloco", "comm_config_json": '{"H": 4}'}),
     ],
 )
-def test_a_kept_model_is_the_one_evaluated_after_its_step(world, shards, tmp_path, size, changes):  # noqa: F811
+def test_a_kept_model_is_the_one_evaluated_after_its_step(world, shards, tmp_path, size, changes):
     rows, _ = world(size).run(run, words(shards, tmp_path, keep_model_every=2, eval_every=2, **changes))[0]
     assert kept(tmp_path) == ["step-000002", "step-000004", "step-000006"]
     lr = [row["lr"] for row in rows]
@@ -53,7 +52,7 @@ def test_a_kept_model_is_the_one_evaluated_after_its_step(world, shards, tmp_pat
     assert files(tmp_path / "models" / "step-000006").keys() == files(tmp_path / "final_model").keys()
 
 
-def test_a_resumed_run_keeps_the_same_models_and_a_new_one_removes_them(shards, tmp_path):  # noqa: F811
+def test_a_resumed_run_keeps_the_same_models_and_a_new_one_removes_them(shards, tmp_path):
     options = {"keep_model_every": 2, "keep_checkpoints": 3}
     whole, again = tmp_path / "whole", tmp_path / "again"
     assert train(whole, shards, **options) == 0

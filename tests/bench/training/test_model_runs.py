@@ -9,7 +9,7 @@ from itertools import product
 
 import pytest
 import torch
-from test_training import losses, run, shards, words  # noqa: F401  shards is a fixture
+from small_runs import losses, run, words
 from transformers import AutoModelForCausalLM
 
 from gradwire import cli
@@ -46,7 +46,7 @@ def check_bytes(record: dict, numel: int, steps: int) -> None:
     assert 0 < record["bytes_compressed_total"] == record["bytes_closed_form_total"] < record["bytes_raw_total"]
 
 
-def train(world, shards, folder, model, strategy, method, steps=3, size=2, **more):  # noqa: F811
+def train(world, shards, folder, model, strategy, method, steps=3, size=2, **more):
     cell = {"comm_compress": method, "comm_config_json": json.dumps(METHODS.get(method, {}))}
     given = {"model": model, "strategy": strategy, "steps": steps, "eval_every": 0, "verify_sync": 1, **cell, **more}
     (rows, record), *others = world(size).run(run, words(shards, folder, **given))
@@ -54,10 +54,8 @@ def train(world, shards, folder, model, strategy, method, steps=3, size=2, **mor
     return rows, record
 
 
-@pytest.mark.parametrize(
-    ("strategy", "method"), [(s, list(METHODS)[at % 2]) for at, s in enumerate(STRATEGIES)], ids=str
-)
-def test_a_llama_trains_under_every_strategy(world, shards, tmp_path, strategy, method):  # noqa: F811
+@pytest.mark.parametrize(("strategy", "method"), [("ddp", "int8"), ("fsdp1", "topk")])
+def test_a_llama_trains_under_other_strategies(world, shards, tmp_path, strategy, method):
     _, record = train(world, shards, tmp_path, LLAMA, strategy, method)
     check_bytes(record, LLAMA_NUMEL, 3)
     assert (record["model"], record["architecture"], record["status"]) == (LLAMA, "llama", "ok")
@@ -77,7 +75,7 @@ def check_generation(saved, monkeypatch, capsys) -> None:
     assert capsys.readouterr().out.strip() == known.decode(tokens).strip()
 
 
-def check_gradients(saved, shards, output) -> None:  # noqa: F811
+def check_gradients(saved, shards, output) -> None:
     """`grads collect` of whole gradients against transformers' own loss and autograd, with ids in the data's order."""
     place = output / "rank_0" / f"dim{LLAMA_NUMEL}"
     asked = ["--projection", "none", "--dim", str(LLAMA_NUMEL), "--max_samples", "3", "--device", "cpu"]
@@ -96,7 +94,7 @@ def check_gradients(saved, shards, output) -> None:  # noqa: F811
 
 def test_a_saved_llama_trains_on_gives_its_perplexity_generates_and_has_gradients(
     world,
-    shards,  # noqa: F811
+    shards,
     tmp_path,
     capsys,
     monkeypatch,
@@ -124,13 +122,13 @@ def loss_of_step(model, split, mixed=False):
 
 
 @pytest.mark.parametrize("model", ["micro", pytest.param(LLAMA, marks=pytest.mark.sweep)])
-def test_bf16_is_autocast_with_float32_weights_under_every_strategy(world, shards, tmp_path, model):  # noqa: F811
+def test_bf16_is_autocast_with_float32_weights_under_every_strategy(world, shards, tmp_path, model):
     split, val = Shards(shards, "train"), Shards(shards, "val")
     fresh = causal.build(model, split.meta["vocab_size"], split.meta["max_length"], seed=0)
     exact, mixed = (loss_of_step(fresh, split, mixed) for mixed in (False, True))
     assert abs(mixed - exact) > 1e-5, "bf16 shows"
     curves = {}
-    for strategy in STRATEGIES if model == "micro" else ("ddp", "fsdp2"):
+    for strategy in ("ddp", "fsdp1", "fsdp2") if model == "micro" else STRATEGIES:
         rows, record = train(world, shards, tmp_path / strategy, model, strategy, "none", precision="bf16")
         assert rows[0]["loss"] == pytest.approx(mixed, rel=2e-6)
         assert (record["precision"], record["gradient_dtype"], record["evaluation_precision"]) == (
@@ -158,15 +156,15 @@ def evaluate_alone(model, split, mixed):
     return total / count
 
 
-def test_bf16_sends_the_same_bytes(world, shards, tmp_path):  # noqa: F811
+def test_bf16_sends_the_same_bytes(world, shards, tmp_path):
     each = [train(world, shards, tmp_path / p, "micro", "fsdp2", "int8", precision=p)[1] for p in ("fp32", "bf16")]
     names = ("bytes_raw_total", "bytes_compressed_total", "bytes_parameters_raw_total", "compression_ratio")
     assert [each[0][name] for name in names] == [each[1][name] for name in names]
     assert each[0]["loss_digest"] != each[1]["loss_digest"] and each[0]["identity"] != each[1]["identity"]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
-def test_bf16_gradients_of_bf16_training_are_half_the_bytes(world, shards, tmp_path, strategy):  # noqa: F811
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp2", marks=pytest.mark.sweep)])
+def test_bf16_gradients_of_bf16_training_are_half_the_bytes(world, shards, tmp_path, strategy):
     rows, record = train(world, shards, tmp_path / "bf16", "micro", strategy, "bf16", precision="bf16")
     assert 2 * record["bytes_compressed_total"] == record["bytes_raw_total"]
     assert record["bytes_closed_form_total"] == record["bytes_compressed_total"]
@@ -188,7 +186,7 @@ def numel(preset: str) -> int:
     ("strategy", "preset", "method", "precision"),
     product(STRATEGIES, ("tiny", "small", "llama-small"), METHODS, ("fp32", "bf16")),
 )
-def test_every_model_under_every_strategy(world, shards, tmp_path, strategy, preset, method, precision):  # noqa: F811
+def test_every_model_under_every_strategy(world, shards, tmp_path, strategy, preset, method, precision):
     _, record = train(world, shards, tmp_path, preset, strategy, method, precision=precision)
     check_bytes(record, numel(preset), 3)
     assert record["val_ppl"] < 400 and record["precision"] == precision
@@ -198,7 +196,7 @@ def test_every_model_under_every_strategy(world, shards, tmp_path, strategy, pre
 @pytest.mark.parametrize(
     ("preset", "method", "precision"), product(("tiny", "small", "llama-small"), METHODS, ("fp32", "bf16"))
 )
-def test_every_model_in_two_islands_of_two_ranks(world, shards, tmp_path, preset, method, precision):  # noqa: F811
+def test_every_model_in_two_islands_of_two_ranks(world, shards, tmp_path, preset, method, precision):
     """Raw bytes between islands by hand: two ranks all-reduce a shard, 2 · (2 - 1) / 2 · 4n / 2 on each of four."""
     given = {"size": 4, "islands": 2, "precision": precision}
     _, record = train(world, shards, tmp_path, preset, "hsdp", method, **given)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from safetensors import safe_open
-from test_training import losses, parsed, run, shards, words  # noqa: F401  a fixture
+from small_runs import losses, parsed, run, words
 
 from gradwire.base.errors import BadInput
 from gradwire.base.files import read_json
@@ -98,7 +98,7 @@ def arrived(rank, world_size, group, arguments):
 
 
 @pytest.mark.parametrize("move", [*MOVES, *(pytest.param(name, marks=pytest.mark.sweep) for name in ALL_MOVES)])
-def test_weights_and_moments_go_to_another_topology(world, shards, tmp_path, move):  # noqa: F811
+def test_weights_and_moments_go_to_another_topology(world, shards, tmp_path, move):
     cell, before, after = (MOVES | ALL_MOVES)[move]
     old, new = tmp_path / "old", tmp_path / "new"
     rows = world(before.ranks).run(run, words(shards, old, **given(cell, before, keep_model_every=AT)))[0][0]
@@ -129,7 +129,7 @@ def test_weights_and_moments_go_to_another_topology(world, shards, tmp_path, mov
     assert record["bytes_compressed_total"] == record["bytes_closed_form_total"], "of the steps on these ranks"
 
 
-def test_losses_go_on_where_only_the_strategy_changes(world, shards, tmp_path):  # noqa: F811
+def test_losses_go_on_where_only_the_strategy_changes(world, shards, tmp_path):
     """Four ranks have the same samples under both, and nothing is compressed."""
     cell, old, new = {"method": "none"}, tmp_path / "old", tmp_path / "new"
     expected = world(4).run(run, words(shards, old, **given(cell, ISLANDS)))[0][0]
@@ -138,7 +138,7 @@ def test_losses_go_on_where_only_the_strategy_changes(world, shards, tmp_path): 
     assert losses(answers[0][0]) == pytest.approx(losses(expected)[AT:], rel=1e-5)
 
 
-def refused(world, shards, old, new, ranks=2, **changes):  # noqa: F811
+def refused(world, shards, old, new, ranks=2, **changes):
     """The message of ranks that do not resume."""
     shutil.copytree(old / "checkpoints", new / "checkpoints")
     answers = world(ranks).run(arrived, words(shards, new, "--resume", **changes))
@@ -146,7 +146,7 @@ def refused(world, shards, old, new, ranks=2, **changes):  # noqa: F811
     return answers[0]
 
 
-def test_what_is_not_moved_is_refused(world, shards, tmp_path):  # noqa: F811
+def test_what_is_not_moved_is_refused(world, shards, tmp_path):
     """Another training, another source, private training, and a run without steps left."""
     cell, two = {"method": "int8"}, Place("ddp", 2)
     old = tmp_path / "old"
@@ -170,7 +170,7 @@ def test_what_is_not_moved_is_refused(world, shards, tmp_path):  # noqa: F811
     assert "repeat that run" in refused(world, shards, noisy, tmp_path / "private", **given(cell, two, **private))
 
 
-def test_a_moved_run_is_no_result_of_an_experiment(world, shards, tmp_path):  # noqa: F811
+def test_a_moved_run_is_no_result_of_an_experiment(world, shards, tmp_path):
     """Its bytes and times are of a part of its steps."""
     cell, run_at = {"method": "int8"}, Run("ddp", "int8", 2, "none", 0)
     folder = tmp_path / run_at.path

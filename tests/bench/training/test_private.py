@@ -10,14 +10,15 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from data_samples import write_corpus
 from diagonals import diagonals
 from scipy import optimize, stats
 from small_model import make
+from small_runs import SMALL, losses, parsed, run, words
 from test_architectures import batch_of as four_of
 from test_architectures import small
 from test_methods import squares
 from test_norms import SAMPLES, batch_of, built
-from test_training import SMALL, parsed, run, words
 
 from gradwire import cli
 from gradwire.attribution.persample import loop as one_by_one
@@ -47,6 +48,7 @@ from gradwire.comm.parallel import named_parameters, wrap
 from gradwire.lm.data import batches
 from gradwire.lm.data.batches import poisson_steps
 from gradwire.lm.data.shards import Shards
+from gradwire.lm.data.tokenization import tokenize
 from gradwire.lm.models import causal
 
 ROWS = 2  # of a micro-batch
@@ -127,8 +129,12 @@ def test_a_compressor_sees_the_clipped_and_noisy_gradient(world):
         assert 0 < error < 0.02
 
 
+MORE_RANKS = [(1, "fsdp2"), (2, "ddp"), (3, "fsdp2"), (4, "ddp")]
+
+
 @pytest.mark.parametrize(
-    ("size", "strategy"), [(1, "ddp"), (1, "fsdp2"), (2, "ddp"), (2, "fsdp2"), (3, "fsdp2"), (4, "ddp")]
+    ("size", "strategy"),
+    [(1, "ddp"), (2, "fsdp2"), *(pytest.param(*case, marks=pytest.mark.sweep) for case in MORE_RANKS)],
 )
 def test_the_noise_has_one_variance_whatever_the_ranks(world, size, strategy):
     """No sample at all, so the gradient is noise: its variance against a chi-square band of five standard errors."""
@@ -421,32 +427,19 @@ def trained(world, size, shards, folder, *more, **changes):
 
 def test_without_noise_and_clipping_private_training_is_plain_training(world, tmp_path):
     """Every sample has as many targets, so that the mean over samples is the mean over targets."""
-    from gradwire.base.files import write_json
-    from gradwire.lm.data.tokenization import tokenize
-
     texts = ["".join(chr(97 + (i * j + j * j) % 26) for j in range(13)) for i in range(60)]
     documents = [{"id": f"d{i}", "title": "t", "text": text} for i, text in enumerate(texts)]
-    write_json(tmp_path / "corpus.json", documents)
-    tokenize(
-        tmp_path / "corpus.json",
-        tmp_path,
-        tokenizer="bpe",
-        vocab_size=258,
-        max_length=16,
-        shard_size=50,
-        val_fraction=0.2,
-        dataset="equal",
-    )
+    corpus = write_corpus(tmp_path / "corpus.json", documents)
+    sizes = {"vocab_size": 258, "max_length": 16, "shard_size": 50, "val_fraction": 0.1}
+    tokenize(corpus, tmp_path, tokenizer="bpe", dataset="equal", **sizes)
     split = Shards(tmp_path / "shards", "train")
     assert len({len(split[at].input_ids) for at in range(len(split))}) == 1
     shuffled = ("--dp_max_grad_norm", "1e9", "--dp_sampling", "shuffled")
-    for size, strategy in ((1, "ddp"), (2, "fsdp2"), (2, "ddp")):
-        name = f"{size}{strategy}"
-        plain, _ = trained(world, size, tmp_path / "shards", tmp_path / name, strategy=strategy)
-        private, record = trained(
-            world, size, tmp_path / "shards", tmp_path / f"{name}-private", *shuffled, strategy=strategy
-        )
-        assert [row["loss"] for row in private] == pytest.approx([row["loss"] for row in plain], rel=1e-5)
+    for size, strategy in ((1, "ddp"), (2, "fsdp2")):
+        given, folder = {"strategy": strategy, "eval_every": 0}, tmp_path / strategy
+        plain, _ = trained(world, size, tmp_path / "shards", folder / "plain", **given)
+        private, record = trained(world, size, tmp_path / "shards", folder / "private", *shuffled, **given)
+        assert losses(private) == pytest.approx(losses(plain), rel=1e-5)
         assert [row["grad_norm"] for row in private] == pytest.approx([row["grad_norm"] for row in plain], rel=1e-4)
         assert (record["clipped_fraction"], record["epsilon"], record["noise_multiplier"]) == (0.0, None, 0.0)
 
@@ -461,16 +454,15 @@ def test_a_private_run_ends_with_its_budget(world, shards, tmp_path):
     assert 0 < record["clipped_fraction"] <= 1
     assert rows[2]["epsilon"] < rows[5]["epsilon"] == record["epsilon"]
     assert len({row["samples"] for row in rows}) > 1, "the samples of a step vary"
-    again, _ = trained(world, 2, shards, tmp_path / "again", *PRIVATE, strategy="fsdp2")
-    other, _ = trained(world, 2, shards, tmp_path / "other", *PRIVATE, strategy="fsdp2", seed=1)
-    assert [row["loss"] for row in again] == [row["loss"] for row in rows] != [row["loss"] for row in other]
+    other, _ = trained(world, 2, shards, tmp_path / "other", *PRIVATE, strategy="fsdp2", seed=1, eval_every=0)
+    assert losses(rows) != losses(other)
 
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(tmp_path / "run" / "logs" / "tensorboard")).Reload()
     assert {"train/epsilon", "train/clipped_fraction", "train/sample_norm_mean"} <= set(events.Tags()["scalars"])
     cell = ("--comm_compress", "int8", "--comm_config_json", json.dumps({"error_feedback": True}))
-    _, coarse = trained(world, 2, shards, tmp_path / "int8", *PRIVATE, *cell, strategy="ddp")
+    _, coarse = trained(world, 2, shards, tmp_path / "int8", *PRIVATE, *cell, strategy="ddp", eval_every=0)
     assert coarse["noise_multiplier_accounted"] == pytest.approx(0.8 / math.sqrt(2))
     assert coarse["epsilon"] > record["epsilon"] and coarse["compression_ratio"] > 3
 
@@ -488,7 +480,7 @@ def test_a_resumed_private_run_equals_an_unbroken_one(world, shards, tmp_path, s
     folder = tmp_path / "whole"
     (folder / "record.json").unlink()
     resumed, again = trained(world, 2, shards, folder, *flags, "--resume", checkpoint_every=4)
-    assert [row["loss"] for row in resumed] == [row["loss"] for row in whole]
+    assert losses(resumed) == losses(whole)
     assert again["epsilon"] == record["epsilon"] and again["val_loss"] == record["val_loss"]
 
 

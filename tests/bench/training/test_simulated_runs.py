@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from test_checkpoints import train, weights
-from test_training import run, shards, words  # noqa: F401  a fixture
+from small_runs import run, train, weights, words
 
 from gradwire.bench.launch.links import LINK
 from gradwire.bench.training import step
@@ -30,8 +29,11 @@ def cell(name: str) -> dict[str, object]:
     return {"comm_config_json": json.dumps(CELLS[name]), "strategy": "ddp", "checkpoint_every": 4, "eval_every": 3}
 
 
-@pytest.mark.parametrize(("name", "ranks"), [("local", 2), ("momenta", 2), ("framework", 2), ("local", 4)])
-def test_a_simulated_run_is_that_of_processes(world, shards, tmp_path, name, ranks):  # noqa: F811
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [("local", 2), ("momenta", 2), ("framework", 2), pytest.param("local", 4, marks=pytest.mark.sweep)],
+)
+def test_a_simulated_run_is_that_of_processes(world, shards, tmp_path, name, ranks):
     here, there = tmp_path / "simulated", tmp_path / "processes"
     _, expected = world(ranks).run(run, words(shards, there, **cell(name)))[0]
     assert train(here, shards, "--simulated_ranks", str(ranks), **cell(name)) == 0
@@ -52,7 +54,7 @@ def test_a_simulated_run_is_that_of_processes(world, shards, tmp_path, name, ran
     assert len([*(here / "environment").iterdir()]) == ranks
 
 
-def test_a_simulated_run_resumes_inside_a_round_and_as_processes(world, shards, tmp_path):  # noqa: F811
+def test_a_simulated_run_resumes_inside_a_round_and_as_processes(world, shards, tmp_path):
     whole, ranks = tmp_path / "whole", 2
     options = cell("local") | {"checkpoint_every": 3, "keep_checkpoints": 2}  # a round ends after steps 2, 4, 6
     assert train(whole, shards, "--simulated_ranks", str(ranks), **options) == 0
@@ -66,9 +68,9 @@ def test_a_simulated_run_resumes_inside_a_round_and_as_processes(world, shards, 
         assert weights(folder) == weights(whole), name
 
 
-def test_a_signal_stops_all_ranks_with_a_checkpoint(shards, tmp_path, monkeypatch):  # noqa: F811
+def test_a_signal_stops_all_ranks_with_a_checkpoint(shards, tmp_path, monkeypatch):
     whole, folder, options = tmp_path / "whole", tmp_path / "stopped", cell("local") | {"checkpoint_every": 0}
-    assert train(whole, shards, "--simulated_ranks", "3", **options) == 0
+    assert train(whole, shards, "--simulated_ranks", "2", **options) == 0
     taken = step.Stepper.take
 
     def take(stepper, number):
@@ -79,12 +81,12 @@ def test_a_signal_stops_all_ranks_with_a_checkpoint(shards, tmp_path, monkeypatc
     monkeypatch.setattr(step.Stepper, "take", take)
     before = signal.getsignal(signal.SIGTERM)
     try:
-        assert train(folder, shards, "--simulated_ranks", "3", **options) == 75
+        assert train(folder, shards, "--simulated_ranks", "2", **options) == 75
     finally:
         signal.signal(signal.SIGTERM, before)
     assert not (folder / "record.json").exists()
     monkeypatch.undo()
-    assert train(folder, shards, "--simulated_ranks", "3", "--resume", **options) == 0
+    assert train(folder, shards, "--simulated_ranks", "2", "--resume", **options) == 0
     assert weights(folder) == weights(whole)
 
 
@@ -97,7 +99,7 @@ def test_a_signal_stops_all_ranks_with_a_checkpoint(shards, tmp_path, monkeypatc
         (("--global_batch_size", "7"), "global_batch_size 7 cannot be divided evenly among 2 rank(s)"),
     ],
 )
-def test_what_a_simulation_cannot_do_is_one_line(shards, tmp_path, capsys, flags, message):  # noqa: F811
+def test_what_a_simulation_cannot_do_is_one_line(shards, tmp_path, capsys, flags, message):
     folder: Path = tmp_path / "run"
     assert train(folder, shards, "--simulated_ranks", "2", "--strategy", "ddp", *flags) == 2
     printed = capsys.readouterr().err
@@ -106,7 +108,7 @@ def test_what_a_simulation_cannot_do_is_one_line(shards, tmp_path, capsys, flags
     assert not (folder / "record.json").exists()
 
 
-def test_a_simulation_on_a_link_is_refused(shards, tmp_path, capsys, monkeypatch):  # noqa: F811
+def test_a_simulation_on_a_link_is_refused(shards, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv(LINK, "20mbit")  # as `launch --link` does
     assert train(tmp_path / "run", shards, "--simulated_ranks", "2", "--strategy", "ddp") == 2
     assert "a link of 20mbit is between processes" in capsys.readouterr().err

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from numba.core.registry import CPUDispatcher as Dispatcher
 from samples import BUILDS
-from test_training import run, shards, words  # noqa: F401  a fixture
+from small_runs import run, words
 
 from gradwire.base.files import read_yaml
 from gradwire.bench.config import Training
@@ -77,7 +77,7 @@ COMMUNICATING = {
 
 
 @pytest.mark.parametrize(("cell", "kinds"), COMMUNICATING.values(), ids=COMMUNICATING)
-def test_steps_of_a_kind_send_as_many_bytes(world, shards, tmp_path, cell, kinds):  # noqa: F811
+def test_steps_of_a_kind_send_as_many_bytes(world, shards, tmp_path, cell, kinds):
     given = {"strategy": "ddp", "comm_config_json": json.dumps(cell), "steps": 13, "eval_every": 0}
     (rows, _), _ = world(2).run(run, words(shards, tmp_path, "--no-evaluate", **given))
     assert Counter(row["kind"] for row in rows) == kinds
@@ -137,7 +137,7 @@ LATE = {  # encodings that begin late, or in some steps only
 }
 
 
-def check_nothing_compiles(world, shards: Path, folder: Path, strategy: str, cell: dict, steps: int) -> int:  # noqa: F811
+def check_nothing_compiles(world, shards: Path, folder: Path, strategy: str, cell: dict, steps: int) -> int:
     """Run a cell; return the number of its kernels."""
     given = {"strategy": strategy, "comm_config_json": json.dumps(cell), "steps": steps, "eval_every": 2}
     ranks = world(2).run(compiled_in_steps, words(shards, folder, **given))
@@ -146,7 +146,7 @@ def check_nothing_compiles(world, shards: Path, folder: Path, strategy: str, cel
 
 
 @pytest.mark.parametrize(("strategy", "cell"), LATE.values(), ids=LATE)
-def test_no_kernel_compiles_in_a_step(world, shards, tmp_path, strategy, cell):  # noqa: F811
+def test_no_kernel_compiles_in_a_step(world, shards, tmp_path, strategy, cell):
     assert check_nothing_compiles(world, shards, tmp_path, strategy, cell, steps=5) > 0
 
 
@@ -158,7 +158,7 @@ ENCODED = {
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", [*ENCODED, *(f"{name} {options}" for name, options in BUILDS)])
-def test_no_kernel_of_any_method_compiles_in_a_step(world, shards, tmp_path, name):  # noqa: F811
+def test_no_kernel_of_any_method_compiles_in_a_step(world, shards, tmp_path, name):
     methods = {f"{name} {options}": {"method": name, "dense_steps": 2, **options} for name, options in BUILDS}
     cell = (ENCODED | methods)[name]
     strategy = "fsdp2" if "param_compress" in cell else "ddp"

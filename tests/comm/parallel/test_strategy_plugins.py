@@ -12,7 +12,7 @@ from importlib.metadata import EntryPoint
 import links_rows
 import pytest
 import torch
-from test_training import run, shards, words  # noqa: F401  shards is a fixture
+from small_runs import run, words
 from torch import nn
 
 from gradwire.base import plugins
@@ -65,7 +65,7 @@ class Shards(FSDP2):
 
 
 @pytest.mark.sweep
-def test_train_and_its_record_know_one_that_shards(world, shards, tmp_path):  # noqa: F811
+def test_train_and_its_record_know_one_that_shards(world, shards, tmp_path):
     """Of a package that is installed, so that the ranks find it by themselves; its bytes are those of fsdp2."""
     metadata = tmp_path / "site" / "sharding-1.dist-info"
     metadata.mkdir(parents=True)
