@@ -47,14 +47,16 @@ def gradients(rank, world, group, name, number, method, inside, micros):
     return found, clip_grad_norm(model, 1e9), None if reducer is None else reducer.traffic
 
 
-@pytest.mark.parametrize("name", ["odd", "gpt2"])
-def test_gradients_equal_the_big_batch(world, name):
-    for method, inside, micros in ((None, None, 1), ("none", None, 2), ("none", ("none", {}), 1)):
-        exact = exact_gradients(name, range(4), tuple(range(micros)))
-        norm = math.sqrt(sum(float(gradient.square().sum()) for gradient in exact.values()))
-        for found, its_norm, _ in world(4).run(gradients, name, 2, method, inside, micros):
-            assert_near(found, exact)
-            assert its_norm == pytest.approx(norm, rel=1e-5)
+@pytest.mark.parametrize(
+    ("name", "method", "inside", "micros"),
+    [("odd", None, None, 1), ("odd", "none", None, 2), ("gpt2", "none", ("none", {}), 1)],
+)
+def test_gradients_equal_the_big_batch(world, name, method, inside, micros):
+    exact = exact_gradients(name, range(4), tuple(range(micros)))
+    norm = math.sqrt(sum(float(gradient.square().sum()) for gradient in exact.values()))
+    for found, its_norm, _ in world(4).run(gradients, name, 2, method, inside, micros):
+        assert_near(found, exact)
+        assert its_norm == pytest.approx(norm, rel=1e-5)
 
 
 # --- bit for bit ---
@@ -204,15 +206,15 @@ def test_the_simulation_sees_a_fault(world, fault):
 
 ALONE = {
     "onebit_adam": ({"dense_steps": 2}, {}),
-    "diloco": ({}, {"H": 3, "outer_lr": 0.8, "outer_momentum": 0.5, "steps": 8}),
-    "sparseloco": ({}, {"H": 3, "steps": 8}),
-    "streaming": ({}, {"H": 4, "outer_lr": 0.8, "streaming": {"fragments": 2, "delay": 1}, "steps": 8}),
+    "diloco": ({}, {"H": 3, "outer_lr": 0.8, "outer_momentum": 0.5, "steps": 6}),
+    "sparseloco": ({}, {"H": 3, "steps": 6}),
+    "streaming": ({}, {"H": 4, "outer_lr": 0.8, "streaming": {"fragments": 2, "delay": 1}, "steps": 6}),
     "demo": ({}, {}),
 }
 
 
 def apart(rank, world, group, number, name):
-    """Weights and norms of eight steps with an optimizer that communicates; ``number`` replicas or islands."""
+    """Weights and norms of six steps with an optimizer that communicates; ``number`` replicas or islands."""
     reduction, options = ALONE[name]
     reduction = {**reduction, "algorithm": "exchange"}
     sharded = number < world
@@ -224,7 +226,7 @@ def apart(rank, world, group, number, name):
     groups = [{"params": list(model.parameters()), "weight_decay": 0.1}]
     optimizer = optimizers.build("diloco" if name == "streaming" else name, model, groups, reducer, lr=1e-2, **options)
     norms = []
-    for step in range(8):
+    for step in range(6):
         optimizer.zero_grad()
         mine = [2 * rank, 2 * rank + 1] if not sharded else [rank]
         for micro, source in enumerate(mine):

@@ -15,7 +15,6 @@ from test_frameworks import (
     model_of,
     reducer_of,
     whole_gradients,
-    worlds,
 )
 
 from gradwire.comm.parallel import accumulation, clip_grad_norm, full_state_dict, wrap
@@ -81,7 +80,7 @@ def test_means_are_float32_and_rounded_once(world, dtype, micros, size):
                     assert found.dtype == mean.dtype and torch.equal(found, mean), (strategy, name)
 
 
-@worlds
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.sweep)])
 def test_residuals_of_narrow_gradients_are_float32(world, size):
     results = world(size).run(narrow, torch.bfloat16, 2, "topk", SPARSE)
     for steps, kept in results:
@@ -103,7 +102,7 @@ def scaled(rank, world, group, strategy, method, options, init_scale, overflow):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scaler = torch.amp.GradScaler("cpu", init_scale=init_scale or 1.0, growth_interval=1, enabled=bool(init_scale))
     scales, kept = [], []
-    for number in range(5):
+    for number in range(4):
         optimizer.zero_grad()
         reducer.loss_scale = scaler.get_scale()
         for micro in range(2):
@@ -143,13 +142,13 @@ def test_a_scaled_loss_changes_no_bit(world, case, strategy):
     """Also where it changes between steps, with what a method keeps, and around a step that is skipped."""
     size, method = case
     name, options = METHODS[method]
-    plain = world(size).run(scaled, strategy, name, options, None, 2)
-    with_scaler = world(size).run(scaled, strategy, name, options, 2.0**16, 2)
+    plain = world(size).run(scaled, strategy, name, options, None, 1)
+    with_scaler = world(size).run(scaled, strategy, name, options, 2.0**16, 1)
     for (weights, kept, scales, traffic), (others, others_kept, others_scales, others_traffic) in zip(
         plain, with_scaler, strict=True
     ):
-        assert scales == [1.0] * 5
-        assert others_scales == [2.0**16, 2.0**17, 2.0**18, 2.0**17, 2.0**18]
+        assert scales == [1.0] * 4
+        assert others_scales == [2.0**16, 2.0**17, 2.0**16, 2.0**17]
         assert all(torch.equal(others[key], weight) for key, weight in weights.items())
         for step, others_step in zip(kept, others_kept, strict=True):
             assert step.keys() == others_step.keys() != set()
@@ -161,7 +160,7 @@ def test_a_scaled_loss_changes_no_bit(world, case, strategy):
 @pytest.mark.parametrize(("size", "strategy"), diagonals([2, 3], STRATEGIES))
 def test_a_skipped_step_loses_the_residuals_of_the_rank_that_overflowed_only(world, size, strategy):
     options = ({"density": 0.2}, {**EF, "second": "float32", "algorithm": "exchange"})
-    results = world(size).run(scaled, strategy, "topk", options, 2.0**16, 4)
+    results = world(size).run(scaled, strategy, "topk", options, 2.0**16, 3)
     for rank, (_, kept, _, traffic) in enumerate(results):
         last = [residual for state in kept[-1].values() for residual in state.values()]
         assert all(residual.isfinite().all() for residual in last)
@@ -179,7 +178,7 @@ def clipped(rank, world, group, strategy):
     return norm, math.sqrt(total)
 
 
-@worlds
+@pytest.mark.parametrize("size", [3, pytest.param(2, marks=pytest.mark.sweep)])
 def test_a_lossy_gradient_is_clipped_alike_everywhere(world, size):
     norms = {}
     for strategy in STRATEGIES:
