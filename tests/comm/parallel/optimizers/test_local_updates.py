@@ -304,8 +304,7 @@ def test_streaming_skips_a_step_that_is_not_finite(world, step):
         assert all(value.isfinite().all() for value in found[-1][0].values())
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize(("name", "size"), diagonals(PRESETS, [2, 3]))
 def test_a_preset_is_its_protocol_in_one_process(world, name, size):
     """With what a cell of it sends, and a round short enough to see two of them."""
     parsed = Cell.parse(name, {"comm_optimizer": name, **({"method": "onebit"} if name == "diloco" else {})})
@@ -488,7 +487,7 @@ def sgd(rank, world, group, clip):
     return found
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.sweep)])
 def test_one_local_step_of_sgd_is_every_step_sgd(world, size):
     options = {"H": 1, **LONE, "inner": "sgd"}
     results = world(size).run(trained, "diloco", "ddp", "none", {"algorithm": "exchange"}, options, math.inf)
@@ -532,8 +531,7 @@ def rounds_kept(rank, world, group, method, cell, H):
     return [(one.flat.double(), one.mean.double()) for one in kept], dict(residual)
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("algorithm", ["gather", "exchange"])
+@pytest.mark.parametrize(("size", "algorithm"), diagonals([2, 3], ["gather", "exchange"]))
 def test_what_rounds_deliver_telescopes(world, size, algorithm):
     """What was delivered is what was to be delivered, but for the residuals that are left."""
     results = world(size).run(rounds_kept, "onebit", {**ONEBIT, "algorithm": algorithm}, 2)

@@ -19,7 +19,7 @@ from gradwire.comm.compressors import build
 from gradwire.comm.parallel import named_parameters, optimizers, wrap
 from gradwire.comm.parallel.model import local
 
-SNAPSHOT, LAST = 4, 8
+SNAPSHOT, LAST = 4, 6
 DENSE = {**ONEBIT, "dense_steps": 2}
 SPARSE = {"method": {"chunktopk.k": 4, "chunk": 8}, "error_feedback": True, "ef_decay": 0.95, "algorithm": "gather"}
 OPTIMIZERS = {  # the name, the method, the reducer's options, the optimizer's; what the snapshot is in the midst of

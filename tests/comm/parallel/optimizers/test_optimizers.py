@@ -26,7 +26,6 @@ DECAY = 0.1
 BETAS = (0.8, 0.9)
 CLIP = 4.0
 
-worlds = pytest.mark.parametrize("size", [2, 3])
 every_strategy = pytest.mark.parametrize("strategy", REPLICAS)
 
 
@@ -256,8 +255,7 @@ def test_accumulated_gradients_are_sent_once(world, strategy):
         assert traffic["sent"] == reference["sent"] and traffic["elements"] == reference["elements"]
 
 
-@worlds
-@pytest.mark.parametrize("step", [1, 4])
+@pytest.mark.parametrize(("size", "step"), diagonals([2, 3], [1, 4]))
 def test_a_skipped_step_leaves_parameters_and_momentum(world, size, step):
     results = world(size).run(trained, "onebit_adam", "ddp", "none", cell(nonfinite="skip"), 7, None, (size - 1, step))
     for history, traffic in results:

@@ -9,6 +9,7 @@ import math
 
 import pytest
 import torch
+from diagonals import diagonals
 from test_local_updates import ONEBIT, STEPS, gradients_of, held, set_rates, simulated, trainable
 from test_optimizer_state import same
 from test_optimizers import BETAS, CLIP, RATES, WARM, assert_near, assert_same, groups_of, whole
@@ -151,8 +152,9 @@ def kin(rank, world, group, name, kind):
     return optimizer.traffic, bool((end != start).any()), end
 
 
-@pytest.mark.parametrize("kind", ["plain", "ddp"])
-@pytest.mark.parametrize("name", ["DiLoCo", "StreamingDiLoCo", "OneBitAdam", "DeMo"])
+@pytest.mark.parametrize(
+    ("name", "kind"), diagonals(["DiLoCo", "StreamingDiLoCo", "OneBitAdam", "DeMo"], ["plain", "ddp"])
+)
 def test_every_kind_of_it_trains_by_step_alone(world, name, kind):
     (traffic, moved, end), (_, _, other) = world(2).run(kin, name, kind)
     assert moved and torch.equal(end, other) and end.isfinite().all()
