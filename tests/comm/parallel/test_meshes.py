@@ -10,7 +10,6 @@ import copy
 
 import pytest
 import torch
-from diagonals import diagonals
 from stacks import (
     STACKS,
     WIDTH,
@@ -22,6 +21,7 @@ from stacks import (
     mesh_of,
     net,
     sharded,
+    shared_meshes,
     tensor_ddp,
     tensor_fsdp,
     values,
@@ -60,9 +60,13 @@ def train(model, optimizer, sample: int, steps: range) -> None:
         optimizer.zero_grad()
 
 
-def trained(rank, world, group, stack, case):
-    """Parameters after some steps, and the traffic with the bytes of compressed parameters; or those before, alone."""
-    model, sample = STACKS[stack](world)
+def trained(rank, world, group, stack, cases):
+    """For each case, the parameters after some steps, and the traffic, or without gradwire the parameters before."""
+    with shared_meshes():
+        return [trained_by(case, *STACKS[stack](world)) for case in cases]
+
+
+def trained_by(case, model, sample):
     sent = METER.sent("parameters")
     optimizer, compression = compressed(model, case)
     named = list(model.named_parameters())  # torch's TP × DDP takes those that are split from the model
@@ -75,65 +79,47 @@ def trained(rank, world, group, stack, case):
     return values(named), {**traffic, "parameters": traffic["parameters"]["sent"]}
 
 
-ALONE = {}  # results without gradwire, by stack and number of ranks
-
-
-def deviations(world, stack: str, case: str, ranks: int) -> list[float]:
-    """For each rank, how far its parameters end from those without gradwire, over the distance that training moves."""
-    if (stack, ranks) not in ALONE:
-        ALONE[stack, ranks] = world(ranks).run(trained, stack, None)
-    found = []
-    for (expected, start), (got, traffic) in zip(
-        ALONE[stack, ranks], world(ranks).run(trained, stack, case), strict=True
-    ):
-        assert start.keys() == expected.keys() == got.keys()
-        apart = sum(float((got[name] - expected[name]).square().sum()) for name in expected)
-        moved = sum(float((start[name] - expected[name]).square().sum()) for name in expected)
-        found.append((apart / moved) ** 0.5)
-        assert case == "none" or 0 < traffic["sent"] < traffic["raw"]
-        assert (traffic["parameters"] > 0) == ("parameters" in CASES[case])
-        assert case != "int8 inside" or 0 < traffic["inside"]["sent"] < traffic["inside"]["raw"] / 2
-    return found
-
-
+BOUNDS = {"none": 1e-6, "int8": 0.006, "topk": 0.3, "int4 and int4-diff": 0.1, "int8 inside": 0.25}
+GATHERING = ("hsdp", "hsdp, one island", "tp x fsdp", "columns", "together", "experts")
 OF_FOUR = ("tp x fsdp", "tp x hsdp", "tp x ddp", "experts")  # two ranks have nothing to average there
 
 
-@pytest.mark.parametrize(
-    ("stack", "ranks"),
-    [
-        *((stack, 4 if stack in OF_FOUR else 2) for stack in STACKS),
-        *(pytest.param(stack, 2 if stack in OF_FOUR else 4, marks=pytest.mark.sweep) for stack in STACKS),
-    ],
-)
-def test_a_mean_of_float32_changes_nothing(world, stack, ranks):
-    """Two ranks' sums are exact; those of four are summed in another order."""
-    assert max(deviations(world, stack, "none", ranks)) <= (0 if ranks == 2 else 1e-6)
+def cases_of(stack):
+    """The cases of a stack in `make test`, where two codecs take turns, and in the sweep."""
+    taken, other = ("int8", "topk")[:: -1 if [*STACKS].index(stack) % 2 else 1]
+    inside = ["int8 inside"] if stack == "hsdp" else []
+    return ["none", taken, *(["int4 and int4-diff"] if stack in GATHERING else []), *inside], [other]
 
 
 @pytest.mark.parametrize(
-    ("codec", "stack"),
+    ("stack", "ranks", "cases"),
     [
-        *diagonals([("int8", 0.006), ("topk", 0.3)], STACKS),
-        *((("int4 and int4-diff", 0.1), stack) for stack in ("hsdp", "tp x fsdp", "experts")),
-        *(
-            pytest.param(("int4 and int4-diff", 0.1), stack, marks=pytest.mark.sweep)
-            for stack in ("hsdp, one island", "columns", "together")
-        ),
-        (("int8 inside", 0.25), "hsdp"),
+        *((stack, 4, cases_of(stack)[0]) for stack in STACKS),
+        *(pytest.param(stack, 4, cases_of(stack)[1], marks=pytest.mark.sweep) for stack in STACKS),
+        *(pytest.param(stack, 2, ["none"], marks=[pytest.mark.sweep] * (stack in OF_FOUR)) for stack in STACKS),
     ],
-    ids=str,
 )
-def test_a_codec_changes_gradients_by_its_error(world, codec, stack):
-    case, bound = codec
-    relative = deviations(world, stack, case, 4)
-    assert 1e-5 < min(relative) <= max(relative) < bound
+def test_parameters_end_as_far_from_those_without_gradwire_as_the_codec_errs(world, stack, ranks, cases):
+    """Relative to how far training moves them. Two ranks sum float32 exactly, four in another order."""
+    for (expected, start), *others in world(ranks).run(trained, stack, [None, *cases]):
+        moved = sum(float((start[name] - expected[name]).square().sum()) for name in expected)
+        for case, (got, traffic) in zip(cases, others, strict=True):
+            assert start.keys() == expected.keys() == got.keys()
+            apart = sum(float((got[name] - expected[name]).square().sum()) for name in expected)
+            relative = (apart / moved) ** 0.5
+            if case == "none":
+                assert relative <= (0 if ranks == 2 else BOUNDS[case])
+            else:
+                assert 1e-5 < relative < BOUNDS[case], case
+                assert 0 < traffic["sent"] < traffic["raw"]
+            assert (traffic["parameters"] > 0) == ("parameters" in CASES[case])
+            assert case != "int8 inside" or 0 < traffic["inside"]["sent"] < traffic["inside"]["raw"] / 2
 
 
 @pytest.mark.parametrize("stack", ["tp x fsdp", "tp x ddp", pytest.param("tp x hsdp", marks=pytest.mark.sweep)])
 def test_peers_of_tensor_parallelism_round_alike(world, stack):
     """Norms are not split: each peer has one, and a codec with random numbers must keep them equal."""
-    ends = [end for end, _ in world(4).run(trained, stack, "qsgd")]
+    ends = [end for [(end, _)] in world(4).run(trained, stack, ["qsgd"])]
     norms = [name for name in ends[0] if ".norm." in name]
     assert norms
     for end in ends[1:]:
@@ -177,8 +163,9 @@ def test_a_value_that_is_not_finite_among_experts_is_raised_on_all_ranks(world):
 def resumed(rank, world, group, stack, case):
     """Parameters of a run, and of one in new objects that goes on from its state after two steps."""
     saved, ends = None, []
-    for _ in range(2):
-        model, sample = STACKS[stack](world)
+    with shared_meshes():
+        models = [STACKS[stack](world) for _ in range(2)]
+    for model, sample in models:
         objects = (model, *compressed(model, case))
         for each, state in zip(objects, saved or (), strict=False):
             each.load_state_dict(state)
@@ -308,9 +295,8 @@ def test_differences_are_sent_once_in_a_step_whoever_gathers_the_head(world, chu
         assert early is False or all(torch.equal(got[name], parameter) for name, parameter in parameters.items())
 
 
-def accumulated(rank, world, group, stack, case):
+def accumulated(case, model, sample):
     """Parameters and traffic of steps of two micro-batches, of which only the last is averaged over the replicas."""
-    model, sample = STACKS[stack](world)
     optimizer, compression = compressed(model, case)
     start = values(model.named_parameters()) if compression is None else None
     for step in range(STEPS):
@@ -319,20 +305,19 @@ def accumulated(rank, world, group, stack, case):
             loss_of(model, sample, 10 * step + micro).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return start, values(model.named_parameters()), None if compression is None else compression.traffic
+    return values(model.named_parameters()), start if compression is None else compression.traffic
+
+
+def micro_batches(rank, world, group, stack):
+    """`accumulated` without gradwire and by two codecs, and the second one's traffic of as many steps of one pass."""
+    with shared_meshes():
+        results = [accumulated(case, *STACKS[stack](world)) for case in (None, "none", "int8")]
+        return [*results, trained_by("int8", *STACKS[stack](world))]
 
 
 @pytest.mark.parametrize("stack", ["hsdp", "replicate"])
 def test_micro_batches_without_an_all_reduce_count_in_the_next_one(world, stack):
-    exact, none, int8, once = (
-        world(4).run(accumulated, stack, None),
-        world(4).run(accumulated, stack, "none"),
-        world(4).run(accumulated, stack, "int8"),
-        world(4).run(trained, stack, "int8"),
-    )
-    for (start, expected, _), (_, same, _), (_, close, traffic), (_, single) in zip(
-        exact, none, int8, once, strict=True
-    ):
+    for (expected, start), (same, _), (close, traffic), (_, single) in world(4).run(micro_batches, stack):
         moved = sum(float((expected[name] - start[name]).norm()) for name in start)
         for got, bound in ((same, 1e-5), (close, 0.02)):
             assert sum(float((expected[name] - got[name]).norm()) for name in start) < bound * moved
