@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from data_samples import values, write_corpus
-from world import Pool, World
+from world import Pool, Turns, World
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # for the CUDA forms; it has to be chosen before triton is imported
@@ -59,3 +59,9 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sizes = {"vocab_size": 300, "max_length": 24, "shard_size": 50}
     tokenize(corpus, root, tokenizer="bpe", **sizes, val_fraction=0.05, dataset="small")
     return root / "shards"
+
+
+@pytest.fixture
+def turns() -> Callable[[int], Turns]:
+    """``turns(n)``: n simulated ranks of this process, for what need not run at once; as `world`, and much cheaper."""
+    return Turns

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from gradwire.comm.collectives import Reducer
 
-PAIRS = 6
+PAIRS = 3
 
 
 def fork_rank() -> int | None:
@@ -33,7 +33,7 @@ else:
     sys.exit()
 
 dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
-reducer = Reducer("int8")
+reducer = Reducer("none")  # whose encoding compiles nothing
 for step in range(4):
     if step == 2:
         cores = sorted(os.sched_getaffinity(0))

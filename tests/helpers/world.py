@@ -205,3 +205,15 @@ class World(NamedTuple):
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
         """``[fn(rank, size, group, *args) for each rank]``, on as many processes."""
         return self.pool.run(self.size, fn, args)
+
+
+class Turns(NamedTuple):
+    """Simulated ranks: threads of this process that take turns."""
+
+    size: int
+
+    def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
+        """``[fn(rank, size, None, *args) for each rank]``; None is the default group of each."""
+        from gradwire.comm.collectives.simulated import simulate  # not above: see `serve`
+
+        return simulate(self.size, lambda rank: fn(rank, self.size, None, *args))

@@ -43,9 +43,9 @@ def reduced(rank, world, group, options, steps):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_reduction_is_the_protocols(world, case):
+def test_a_reduction_is_the_protocols(turns, case):
     steps, options = 6, CASES[case]
-    results = world(2).run(reduced, options, steps)
+    results = turns(2).run(reduced, options, steps)
     protocol = Protocol(
         build("hadamard+int8", num_bits=4, block=32),
         by_rows(SHAPES, 2),
@@ -70,7 +70,7 @@ def refused(rank, world, group, options):
     Reducer(build("int8"), group, error_feedback=True, **options)
 
 
-def test_bad_values_are_refused(world):
+def test_bad_values_are_refused(turns):
     for option, value in (("ef_average", 1.0), ("ef_average", -0.1), ("ef_average", math.nan), ("ef_reset", -1)):
         with pytest.raises(BadInput, match=rf"the reducer's option {option} is {value}"):
-            world(1).run(refused, {option: value})
+            turns(1).run(refused, {option: value})
