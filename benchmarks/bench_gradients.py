@@ -169,7 +169,7 @@ def projection_jobs(args: argparse.Namespace, names: Sequence[str]) -> dict[str,
 
 def project(args: argparse.Namespace) -> None:
     """Each projection of a stack of gradients, against reading it once and against the dense matrix product."""
-    jobs = projection_jobs(args, ("sjlt", "srht", "factored", "rademacher", "normal"))
+    jobs = projection_jobs(args, ("sjlt", "factored", "rademacher"))
     seconds = interleaved(args.device, jobs, args.rounds)
     read, floor = seconds[READ], seconds[PRODUCT]
     table = [

@@ -20,7 +20,7 @@ SampleLoss = Literal["mean", "sum"]
 GradType = Literal["sgd", "adam", "sign"]  # of an experiment
 RowGradient = Literal["sgd", "adam", "sign", "ekfac"]
 AdamVariant = Literal["torch", "less"]
-Projection = Literal["rademacher", "normal", "sjlt", "srht", "factored", "none"]
+Projection = Literal["rademacher", "sjlt", "factored", "none"]
 RowType = Literal["float32", "float16", "int8", "int4", "onebit"]
 RowUnit = Literal["sample", "token", "module"]
 GradMethod = Literal["auto", "loop", "vmap", "hooks"]
@@ -79,7 +79,7 @@ class RowOptions(LossOptions):
     )
     projection: Projection | None = Field(
         None,
-        description="sjlt, srht: fast; rademacher, normal: dense and slow; factored: fastest, higher variance; none: "
+        description="sjlt: fast; rademacher: dense and slow; factored: fastest, higher variance; none: "
         f"the full gradient, --dim must equal its size (default: {PROJECTION}; with --rows module, "
         f"{PROJECTION_OF_MODULES})",
     )

@@ -147,8 +147,8 @@ def exact(small, grad_type="sgd", loss="mean", projection="sjlt", model=None):
         ("sgd", "sum", "factored", "hooks"),
         ("adam", "mean", "factored", "auto"),
         ("adam", "mean", "sjlt", "vmap"),
-        ("sign", "sum", "srht", "loop"),
-        ("sgd", "mean", "normal", "hooks"),
+        ("sign", "sum", "sjlt", "loop"),
+        ("sgd", "mean", "rademacher", "hooks"),
     ],
 )
 def test_a_collection_of_any_kind_is_what_the_loop_gives(small, tmp_path, grad_type, loss, projection, method):

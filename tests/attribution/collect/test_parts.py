@@ -222,7 +222,7 @@ def modules_of(model):
     ("projection", "method", "kind"),
     [
         ("rademacher", "hooks", "sgd"),
-        ("normal", "vmap", "sgd"),
+        ("rademacher", "vmap", "sgd"),
         ("factored", "hooks", "sgd"),
         ("factored", "loop", "sgd"),
         ("rademacher", "loop", "sign"),
@@ -333,11 +333,11 @@ def test_the_default_projection_is_one_of_these_rows(made, tmp_path, unit, proje
     assert json.loads((tmp_path / "run" / "collect.json").read_text())["projection"] == projection
 
 
-@pytest.mark.parametrize("projection", ["sjlt", "srht", "none"])
+@pytest.mark.parametrize("projection", ["sjlt", "none"])
 def test_projections_without_parts_are_refused(made, tmp_path, capsys, projection):
     assert collect(made, tmp_path / "run", "--rows", "module", "--dim", 9, "--projection", projection) == 2
     error = capsys.readouterr().err
-    assert f"--rows module has no --projection {projection}: use rademacher, normal, factored." in error
+    assert f"--rows module has no --projection {projection}: use rademacher, factored." in error
     assert not any((tmp_path / "run").glob("rank_*"))
 
 

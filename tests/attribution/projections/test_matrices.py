@@ -18,7 +18,7 @@ from gradwire.base.errors import BadInput
 
 SHAPES = {"wte.weight": (4, 6), "ln.bias": (7,), "mlp.weight": (2, 5)}
 N = 41
-RANDOM = ("rademacher", "normal", "sjlt", "srht", "factored")
+RANDOM = ("rademacher", "sjlt", "factored")
 MASK = (1 << 64) - 1
 
 
@@ -55,20 +55,10 @@ def test_signs_are_the_documented_hash_of_seed_name_column_and_row():
     assert got.tolist() == want
 
 
-def variance_of(projection: str, x: torch.Tensor, dim: int) -> float:
-    """Var(‖Px‖²/‖x‖²) by theory, for the shapes of this file."""
-    square, fourth = (x**2).sum(), (x**4).sum()
-    if projection == "normal":
-        return 2 / dim
-    if projection == "srht":  # rows without replacement; N is 64
-        return 2 / dim * (1 - dim / 64) * (1 - fourth / square**2).item() * 64 / 63
-    return (2 / dim * (1 - fourth / square**2)).item()
-
-
-@pytest.mark.parametrize("projection", ["rademacher", "normal", "sjlt", "srht"])
+@pytest.mark.parametrize("projection", ["rademacher", "sjlt"])
 def test_norms_and_inner_products_are_unbiased_with_the_variance_of_theory(projection, monkeypatch):
     monkeypatch.setattr(matrices, "SLOTS", 1 << 9)  # so many matrices would else take a minute
-    dim, draws = 16, 3000
+    dim, draws = 16, 1000
     x, y = spiky(1), spiky(2)
     both = torch.stack([x, y])
     images = [projections.build(projection, SHAPES, seed).project(both, [dim])[dim] for seed in range(draws)]
@@ -76,7 +66,7 @@ def test_norms_and_inner_products_are_unbiased_with_the_variance_of_theory(proje
     x, y = x.double(), y.double()
 
     ratio = (images[:, 0] ** 2).sum(1) / (x @ x)
-    variance = variance_of(projection, x, dim)
+    variance = 2 / dim * (1 - float((x**4).sum() / (x @ x) ** 2))
     assert abs(ratio.mean() - 1) < 4 * math.sqrt(variance / draws)
     assert ratio.var() == pytest.approx(variance, rel=0.2)
 
@@ -89,7 +79,7 @@ def test_norms_and_inner_products_are_unbiased_with_the_variance_of_theory(proje
 
 @pytest.mark.parametrize("rank", [1, 8])
 def test_a_factored_projection_has_the_variance_of_its_rank(rank):
-    rows, columns, dim, draws = 20, 30, 64, 2000
+    rows, columns, dim, draws = 20, 30, 64, 1000
     generator = torch.Generator().manual_seed(0)
     gradient = torch.randn(rows, rank, generator=generator) @ torch.randn(rank, columns, generator=generator)
     flat = gradient.flatten()[None]
@@ -107,7 +97,7 @@ def test_a_factored_projection_has_the_variance_of_its_rank(rank):
 def test_bands_hold_true_rows_and_not_those_of_half_the_norm(projection):
     shapes = {"w": (40, 30), "b": (17,)}
     dim = 1024
-    for seed in range(20):
+    for seed in range(8):
         x = torch.randn(1217, generator=torch.Generator().manual_seed(seed))
         projector = projections.build(projection, shapes, seed)
         ratio = (projected(x, dim, seed, shapes, projection).norm() / x.norm()) ** 2
@@ -121,24 +111,23 @@ def test_bands_hold_true_rows_and_not_those_of_half_the_norm(projection):
     "shapes",
     [
         {"a": (3,)},
-        {"a": (1,), "b": (700, 100)},
+        {"a": (1,), "b": (70, 100)},
         {f"p{i}": (5,) for i in range(40)},
         *(pytest.param(shapes, marks=pytest.mark.sweep) for shapes in ({"a": (64, 64)}, {"c": (3, 5, 7)})),
     ],
 )
 @pytest.mark.parametrize("projection", RANDOM)
-def test_scale_does_not_depend_on_the_shapes(projection, shapes):
+def test_scale_does_not_depend_on_the_shapes(projection, shapes, monkeypatch):
+    monkeypatch.setattr(matrices, "SLOTS", 1 << 9)
     n = sum(math.prod(shape) for shape in shapes.values())
     draws, dim = 40, 16
-    if projection == "srht" and n < dim:
-        dim = 4
     x = torch.randn(n, generator=torch.Generator().manual_seed(3))
     ratios = [(projected(x, dim, seed, shapes, projection).norm() / x.norm()) ** 2 for seed in range(draws)]
     spread = math.sqrt((1 + 2 / 4) ** 2 - 1 if projection == "factored" else 2 / dim)
     assert abs(sum(ratios) / draws - 1) < 4 * spread / math.sqrt(draws)
 
 
-@pytest.mark.parametrize("projection", ["rademacher", "sjlt", "srht", "factored"])
+@pytest.mark.parametrize("projection", RANDOM)
 def test_every_column_is_hit_and_has_unit_norm(projection):
     for column in (0, N // 2, N - 1):
         image = projected(torch.eye(N)[column], 48, 4, projection=projection)
@@ -163,14 +152,6 @@ def test_columns_of_different_blocks_of_an_sjlt_may_meet_and_those_of_one_never(
     assert len(set(turned)) == 4
 
 
-def test_an_srht_with_all_rows_keeps_every_norm():
-    x = torch.stack([spiky(1), spiky(2)])
-    images = projections.build("srht", SHAPES, 0).project(x, [64])[64]
-    torch.testing.assert_close(images @ images.T, x @ x.T)
-    with pytest.raises(BadInput, match=r"--dim 65 .* has 64 rows"):
-        projections.build("srht", SHAPES, 0).project(x, [65])
-
-
 @pytest.mark.parametrize("dim", [7, 26, 10])
 def test_a_factored_width_is_a_product_of_like_numbers(dim):
     projector = projections.build("factored", SHAPES, 0)
@@ -181,17 +162,7 @@ def test_a_factored_width_is_a_product_of_like_numbers(dim):
             projector.project(spiky(0)[None], [dim])
 
 
-def test_normal_entries_are_normal():
-    entries = matrices.Normal({"w": (300,)}, 0).entries("w", torch.arange(300), 401).double()
-    assert entries.mean().abs() < 4 / math.sqrt(entries.numel())
-    assert entries.var().item() == pytest.approx(1, abs=4 * math.sqrt(2 / entries.numel()))
-    assert (entries**4).mean().item() == pytest.approx(3, abs=4 * math.sqrt(96 / entries.numel()))
-    gram = entries @ entries.T / 401
-    assert (gram - torch.eye(300)).abs().fill_diagonal_(0).max() < 6 / math.sqrt(401)
-
-
-@pytest.mark.parametrize("tile", [1, 100, 1 << 20])
-@pytest.mark.parametrize("projection", RANDOM)
+@pytest.mark.parametrize(("projection", "tile"), [("rademacher", 1), ("rademacher", 100), ("sjlt", 1), ("factored", 1)])
 def test_neither_tiles_nor_batches_change_a_row(projection, tile, monkeypatch):
     rows = torch.stack([spiky(seed) for seed in range(5)])
     whole = projections.build(projection, SHAPES, 0).project(rows, [48])[48]
@@ -209,7 +180,7 @@ def test_several_widths_in_one_pass_are_the_widths_one_by_one(projection):
         torch.testing.assert_close(image, p.project(rows, [dim])[dim], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("projection", ["rademacher", "normal", "sjlt", "factored"])
+@pytest.mark.parametrize("projection", RANDOM)
 def test_the_projection_of_a_model_is_the_sum_over_its_parameters(projection):
     x = spiky(5)
     parts = x.split([math.prod(shape) for shape in SHAPES.values()])

@@ -22,7 +22,7 @@ def stored(path, rows):
     """Write a merged store of these rows, of samples ``s0``, ``s1``, …"""
     words = dict.fromkeys(("source", "model_dir", "model_digest", "data_digest"), "")
     about = {"split": "train", "samples": len(rows), "world_size": 1, "dims": [DIM], "grad_type": "sgd", "loss": "mean"}
-    made_by = {"method": "loop", "projection": "normal", "seed": 0, "save_interval": len(rows), "data_path": "none"}
+    made_by = {"method": "loop", "projection": "rademacher", "seed": 0, "save_interval": len(rows), "data_path": "none"}
     origin = Provenance(format=FORMAT, **words, **about, **made_by)
     columns = {"loss": 1.0, "n_targets": 1, "norm": 1.0, "flag": None}
     names = store.all_names(path)

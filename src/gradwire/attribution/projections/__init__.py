@@ -11,24 +11,22 @@ import re
 from collections.abc import Callable, Sequence
 
 from gradwire.attribution.projections.base import Image, Projector, Shapes, Whole
-from gradwire.attribution.projections.matrices import Factored, Normal, Rademacher, Sjlt, Srht
+from gradwire.attribution.projections.matrices import Factored, Rademacher, Sjlt
 from gradwire.base.errors import BadInput, did_you_mean, unknown
 
 __all__ = ["OF_PARTS", "PROJECTORS", "Image", "Projector", "Shapes", "build", "check_width", "of_modules"]
 
 PROJECTORS: dict[str, Callable[[Shapes, int], Projector]] = {
     "rademacher": Rademacher,
-    "normal": Normal,
     "sjlt": Sjlt,
-    "srht": Srht,
     "factored": Factored,
     "none": Whole,
 }
 
-OF_PARTS = ("rademacher", "normal", "factored")
+OF_PARTS = ("rademacher", "factored")
 """Projections that project a part of the parameters as the whole, with zeros elsewhere, and keep norms of small ones.
 
-`srht` and `none` depend on all parameters; a row of `sjlt` may lose a quarter of the squared norm of a gradient that
+`none` depends on all parameters; a row of `sjlt` may lose a quarter of the squared norm of a gradient that
 has two large entries, which the band of `sjlt` excludes.
 """
 

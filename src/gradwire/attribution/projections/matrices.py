@@ -1,13 +1,12 @@
-"""Random matrices: dense, sparse (SJLT), a subsampled Hadamard transform (SRHT), and factored."""
+"""Random matrices: dense, sparse (SJLT), and factored."""
 
 from __future__ import annotations
 
 import hashlib
 import math
 import warnings
-from abc import abstractmethod
 from collections.abc import Sequence
-from functools import cache, cached_property
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
@@ -15,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding, embedding_bag
+from torch.nn.functional import embedding_bag
 
 from gradwire.attribution.persample.layer_factors import LayerFactor, OuterProduct
 from gradwire.attribution.projections import hashing
@@ -23,33 +22,30 @@ from gradwire.attribution.projections.base import Band, Projector, Shapes, chi2_
 from gradwire.base.errors import BadInput
 
 TILE = 1 << 20  # entries generated at once, 4 MB as float32
-QUANTILES = 1 << 16
 SLOTS = 1 << 16
 NONZEROS = 4
-FACTOR = 64  # H is applied as a product of Hadamard matrices of this order
 OLDEST = (8, 0)  # compute capability that the kernels are compiled for
-ORDERED = 1 << 22  # largest number of rows to permute at once
 
 
-class Dense(Projector):
-    """P with independent entries of mean 0 and variance 1/dim; a smaller dim uses the first rows of a larger one."""
+class Rademacher(Projector):
+    """Independent entries ±1/√dim (Achlioptas, 2003); a smaller dim uses the first rows of a larger one.
 
-    name: str
+    Var(‖Px‖²/‖x‖²) = (2/dim)(1 - ‖x‖₄⁴/‖x‖₂⁴).
+    """
 
-    @abstractmethod
     def entries(self, name: str, columns: Tensor, dim: int) -> Tensor:
-        """Return √dim times the entries of a parameter's ``columns`` [c], as float32 [c, dim]."""
-
-    @abstractmethod
-    def probe(self, name: str, columns: Tensor, dim: int) -> Tensor:
-        """Return the random bits behind `entries`."""
+        """Return √dim times the entries of a parameter's ``columns`` [c]: signs, float32 [c, dim]."""
+        return hashing.sign_table(hashing.key(self.seed, name), columns, dim)
 
     def width(self, dims: Sequence[int]) -> int:
         """Return the largest dim; the other rows are its first columns."""
         return max(dims)
 
     def add_values(self, sums: Tensor, dims: Sequence[int], name: str, values: Tensor) -> None:
-        """Add the product of a parameter's gradients and its entries, tile by tile."""
+        """Add the product of a parameter's gradients and its entries, tile by tile, or by a kernel on a GPU."""
+        if (kernels := fused(values.device)) is not None:
+            kernels.add_signed(sums, values, hashing.key(self.seed, name))
+            return
         widest = sums.shape[1]
         for first, last in tiles(values.shape[1], max(1, TILE // widest)):
             columns = torch.arange(first, last, device=values.device)
@@ -60,66 +56,18 @@ class Dense(Projector):
         return {dim: sums[:, :dim] / math.sqrt(dim) for dim in dims}
 
     def fingerprint(self, dim: int) -> str:
-        """Return a digest of the bits behind every parameter's first and last column."""
-        hashed = hashlib.sha256(f"{self.name} dim={dim}".encode())
+        """Return a digest of the signs of every parameter's first and last column."""
+        hashed = hashlib.sha256(f"rademacher dim={dim}".encode())
         for name, numel in self.sizes.items():
-            probes = self.probe(name, torch.tensor([0, numel - 1]), dim)
-            hashed.update(f"{name} {numel}".encode() + probes.numpy().tobytes())
+            words = hashing.table(
+                hashing.key(self.seed, name), torch.tensor([0, numel - 1]), math.ceil(dim / hashing.WORD)
+            )
+            hashed.update(f"{name} {numel}".encode() + words.numpy().tobytes())
         return hashed.hexdigest()
 
     def band(self, dim: int) -> Band:
-        """Return the χ² band: exact for normal entries, conservative for signs."""
+        """Return the χ² band of normal entries, which is conservative for signs."""
         return chi2_band(dim)
-
-
-class Rademacher(Dense):
-    """Entries ±1/√dim (Achlioptas, 2003).
-
-    Var(‖Px‖²/‖x‖²) = (2/dim)(1 - ‖x‖₄⁴/‖x‖₂⁴).
-    """
-
-    name = "rademacher"
-
-    def entries(self, name: str, columns: Tensor, dim: int) -> Tensor:
-        """Signs ±1, [c, dim]."""
-        return hashing.sign_table(hashing.key(self.seed, name), columns, dim)
-
-    def probe(self, name: str, columns: Tensor, dim: int) -> Tensor:
-        """64 signs per word: int64 [c, ⌈dim / 64⌉]."""
-        return hashing.table(hashing.key(self.seed, name), columns, math.ceil(dim / hashing.WORD))
-
-    def add_values(self, sums: Tensor, dims: Sequence[int], name: str, values: Tensor) -> None:
-        """Add the product, on a GPU with signs that are made where they are multiplied."""
-        if (kernels := fused(values.device)) is not None:
-            kernels.add_signed(sums, values, hashing.key(self.seed, name))
-        else:
-            super().add_values(sums, dims, name, values)
-
-
-class Normal(Dense):
-    """Entries N(0, 1/dim), each one of 65,536 equally likely quantiles with a variance of exactly 1/dim.
-
-    A table replaces logarithms and cosines, whose rounding depends on the device. The largest entry is 4.3 standard
-    deviations. Var(‖Px‖²/‖x‖²) = 2/dim.
-    """
-
-    name = "normal"
-
-    def entries(self, name: str, columns: Tensor, dim: int) -> Tensor:
-        """Standard normal numbers, float32 [c, dim]."""
-        chosen = self.probe(name, columns, dim).view(torch.int16).int() + QUANTILES // 2
-        return embedding(chosen, _quantiles().to(columns.device)).flatten(1)[:, :dim]
-
-    def probe(self, name: str, columns: Tensor, dim: int) -> Tensor:
-        """Four 16-bit numbers per word: int64 [c, ⌈dim / 4⌉]."""
-        return hashing.table(hashing.key(self.seed, f"{name} normal"), columns, math.ceil(dim / 4))
-
-
-@cache
-def _quantiles() -> Tensor:
-    """Return equally likely quantiles of the standard normal distribution, float32 [65536, 1]."""
-    middles = torch.special.ndtri((torch.arange(QUANTILES, dtype=torch.float64) + 0.5) / QUANTILES)
-    return (middles / middles.square().mean().sqrt()).float()[:, None]
 
 
 class Sorted(NamedTuple):
@@ -227,69 +175,6 @@ class Sjlt(Projector):
         return Sorted(counters.repeat(parts)[order], torch.cat(signs)[order], starts)
 
 
-class Srht(Projector):
-    """The subsampled randomised Hadamard transform (Ailon & Chazelle, 2009; Tropp, 2011): √(N/dim) S H D x / √N.
-
-    D holds random signs, H is the Hadamard matrix of order N, the next power of two, and S selects ``dim`` distinct
-    rows. It takes O(N log N) operations, and N floats per sample in addition to the gradient.
-
-    Var(‖Px‖²/‖x‖²) is about (2/dim)(1 - dim/N); with dim = N norms are preserved exactly.
-    """
-
-    def width(self, dims: Sequence[int]) -> int:
-        """Return N, the length of D x with zeros behind it.
-
-        Raises:
-            BadInput: If a dim exceeds N.
-        """
-        if max(dims) > self.order:
-            raise BadInput(
-                f"--dim {max(dims)} with --projection srht: the transform of these gradients has {self.order} rows."
-            )
-        return self.order
-
-    def add_values(self, sums: Tensor, dims: Sequence[int], name: str, values: Tensor) -> None:
-        """Add a parameter's gradients, with random signs, to its columns."""
-        signs = hashing.signs(hashing.key(self.seed, f"{name} srht"), 0, self.sizes[name], values.device)
-        sums[:, self.columns[name]].addcmul_(values, signs)
-
-    def rows(self, sums: Tensor, dims: Sequence[int]) -> dict[int, Tensor]:
-        """Return some rows of one transform."""
-        transformed = hadamard(sums)
-        return {dim: transformed[:, self.selected(dim).to(sums.device)] / math.sqrt(dim) for dim in dims}
-
-    @cached_property
-    def order(self) -> int:
-        """N, the next power of two above the number of entries."""
-        return 1 << (sum(self.sizes.values()) - 1).bit_length()
-
-    @property
-    def formed(self) -> int:
-        """Most entries of a sample's gradient that its image holds: N."""
-        return self.order
-
-    def selected(self, dim: int) -> Tensor:
-        """Return the selected rows of H: int64 [dim]."""
-        stream = hashing.key(self.seed, f"{self.order} rows")
-        if self.order <= max(ORDERED, 4 * dim):
-            return hashing.words(stream, torch.arange(self.order)).argsort(stable=True)[:dim]
-        drawn = hashing.words(stream, torch.arange(2 * dim)) & (self.order - 1)
-        return torch.tensor(list(dict.fromkeys(drawn.tolist()))[:dim])
-
-    def fingerprint(self, dim: int) -> str:
-        """Return a digest of the rows and of each parameter's first and last sign."""
-        hashed = hashlib.sha256(f"srht dim={dim} {self.order}".encode() + self.selected(dim).numpy().tobytes())
-        for name, numel in self.sizes.items():
-            stream = hashing.key(self.seed, f"{name} srht")
-            ends = [float(hashing.signs(stream, column, column + 1, torch.device("cpu"))) for column in (0, numel - 1)]
-            hashed.update(f"{name} {numel} {ends}".encode())
-        return hashed.hexdigest()
-
-    def band(self, dim: int) -> Band:
-        """Return the χ² band, which is conservative for ``dim`` near N."""
-        return chi2_band(dim)
-
-
 @cache
 def fused(device: torch.device) -> ModuleType | None:
     """Return the kernels for a device; None: only the plain form runs there, which a GPU is warned of once."""
@@ -303,26 +188,6 @@ def fused(device: torch.device) -> ModuleType | None:
         return import_module("gradwire.attribution.projections.cuda")
     warnings.warn(f"{lacking}: projections run on CUDA in their plain, slow form", stacklevel=4)
     return None
-
-
-def hadamard(rows: Tensor) -> Tensor:
-    """Multiply ``rows`` [samples, N] by the unscaled Hadamard matrix of order N, a power of two."""
-    samples, order = rows.shape
-    done = 1
-    while done < order:
-        factor = min(FACTOR, order // done)
-        matrix = _matrix(factor, rows.device)
-        rows = matrix @ rows.view(-1, factor, done) if done > 1 else rows.view(-1, factor) @ matrix
-        done *= factor
-    return rows.view(samples, order)
-
-
-def _matrix(order: int, device: torch.device) -> Tensor:
-    """Build the Hadamard matrix by Sylvester's rule: entry (i, j) is -1 to the number of ones in i & j."""
-    matrix = torch.ones(1, 1, device=device)
-    while len(matrix) < order:
-        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    return matrix
 
 
 class Factors(NamedTuple):
