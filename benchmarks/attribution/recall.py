@@ -65,9 +65,8 @@ def plant(train: Shards, val: Shards, samples: int, given: argparse.Namespace) -
 
 
 def encoded(sample: Sample) -> Encoded:
-    """Return a sample's tokens, with their targets and weights."""
-    is_target, weights = (None if values is None else values.tolist() for values in (sample.is_target, sample.weights))
-    return Encoded(sample.input_ids.tolist(), is_target, weights)
+    """Return a sample's tokens and their targets."""
+    return Encoded(sample.input_ids.tolist(), None if sample.is_target is None else sample.is_target.numpy())
 
 
 def write_shards(folder: Path, train: Shards, samples: int, planted: Sequence[Planted]) -> list[str]:

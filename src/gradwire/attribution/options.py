@@ -48,9 +48,7 @@ def number_of(text: str, total: int) -> int:
 class LossOptions(Strict):
     """The loss whose gradient is taken."""
 
-    loss: SampleLoss = Field(
-        "mean", description="reduction of a sample's weighted loss over its targets; mean divides by their number"
-    )
+    loss: SampleLoss = Field("mean", description="reduction of a sample's loss over its targets")
 
 
 class ModuleOptions(Strict):

@@ -26,7 +26,7 @@ from gradwire.lm.models import causal
 
 SAMPLES, DIM, SEED = 13, 36, 3
 PROMPTS = [  # samples without a target: the first of a document, and the last of the data
-    {"id": "a@3", "prompt": "日本 naïve wire; " * 14, "completion": "and\n", "weight": -2},
+    {"id": "a@3", "prompt": "日本 naïve wire; " * 14, "completion": "and\n"},
     *DOCUMENTS[:8],
     {"id": "last", "text": "wire " * 50 + "code " * 40, "target_spans": [[0, 20]]},
 ]
@@ -68,12 +68,11 @@ def samples_of(data):
 
 
 def targets_by_hand(model, sample):
-    """The position, weighted loss and gradient of each target, in float64, from one pass over the whole sample."""
+    """The position, loss and gradient of each target, in float64, from one pass over the whole sample."""
     log_p = model(sample.input_ids[None]).logits[0].log_softmax(-1)
     for place in range(1, len(sample.input_ids)):
         if sample.is_target is None or sample.is_target[place]:
-            weight = 1.0 if sample.weights is None else float(sample.weights[place])
-            loss = -weight * log_p[place - 1, sample.input_ids[place]]
+            loss = -log_p[place - 1, sample.input_ids[place]]
             parts = torch.autograd.grad(loss, [*model.parameters()], retain_graph=True)
             yield place, loss.item(), torch.cat([part.flatten() for part in parts])
 

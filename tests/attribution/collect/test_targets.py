@@ -1,4 +1,4 @@
-"""What is to be predicted, and with which weight: tokens against bytes, losses and gradients against autograd.
+"""What is to be predicted: tokens against bytes, losses and gradients against autograd.
 
 Of `data/targets.py`.
 """
@@ -35,31 +35,21 @@ CHAT = [
     {"role": "user", "content": " and the shards "},
     {"role": "assistant", "content": "the shards too"},
 ]
-RATED = [*CHAT[:2], {**CHAT[2], "weight": -1.5}, CHAT[3], {**CHAT[4], "weight": 3}]
 SPANS = {"text": "shards  of the wire", "target_spans": [[0, 6], [7, 9], [9, 16]]}  # a token in two spans
 DOCUMENTS = [
-    {"id": "pair", "prompt": "the gradient of code", "completion": " travels over 日本", "weight": 2.5},
-    {"id": "rejected", "prompt": "the gradi", "completion": "ent of the wire", "weight": -0.75},
-    {"id": "chat", "messages": RATED, "weight": 0.5},
-    {"id": "one", "messages": [*RATED[:3], {"role": "user", "content": "so?", "weight": None}, RATED[4]]},
-    {"id": "spans", **SPANS, "target_weights": [0.25, -4, 0]},
-    {"id": "plain", "title": "read too", "text": "日本 naïve wire; " * 14, "weight": 1.75},
+    {"id": "pair", "prompt": "the gradient of code", "completion": " travels over 日本"},
+    {"id": "rejected", "prompt": "the gradi", "completion": "ent of the wire"},
+    {"id": "chat", "messages": CHAT},
+    {"id": "one", "messages": [*CHAT[:3], {"role": "user", "content": "so?", "name": None}, CHAT[4]]},
+    {"id": "spans", **SPANS},
+    {"id": "plain", "title": "read too", "text": "日本 naïve wire; " * 14},
     {"id": "no-prompt", "prompt": "", "completion": "x = 3.14"},
     {"id": "long-prompt", "prompt": "日本 naïve wire; " * 14, "completion": "and\n"},  # a sample without a target
     {"id": "asked", "messages": CHAT[:4]},  # the user's last word is no target, nor is the end of the text
-    {"id": "usual", "prompt": "of", "completion": " a wire", "weight": 1},
+    {"id": "usual", "prompt": "of", "completion": " a wire"},
     *({"id": f"more-{i}", "prompt": f"{i} shards of", "completion": f" the wire {i}"} for i in range(12)),
-    *({**one, "id": f"plain-{i}", "weight": i - 1.5} for i, one in enumerate(values(4, 30))),
+    *({**one, "id": f"plain-{i}"} for i, one in enumerate(values(4, 30))),
 ]
-WEIGHTS = {  # of some documents' spans
-    "pair": (2.5,),
-    "chat": (-0.75, 1.5),
-    "one": (-1.5, 3.0),
-    "spans": (0.25, -4.0, 0.0),
-    "plain": (1.75,),
-    "usual": None,
-    "more-3": None,
-}
 TEXTS = {  # of some documents, with what is to be predicted in brackets
     "pair": "the gradient of code[ travels over 日本]",
     "no-prompt": "[x = 3.14]",
@@ -78,7 +68,7 @@ TEXTS = {  # of some documents, with what is to be predicted in brackets
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """The corpus, its shards folder, and an untrained model."""
-    base = tmp_path_factory.mktemp("weights")
+    base = tmp_path_factory.mktemp("targets")
     corpus = write_corpus(base / "corpus.json", DOCUMENTS)
     assert cli.main(tokenize_words(corpus, base / "data", max_length=LENGTH, shard_size=9)) == 0
     words = load_tokenizer(base / "data" / "tokenizer")
@@ -113,42 +103,33 @@ def test_the_text_and_its_targets_are_those_of_the_template(made):
     assert found["plain-1"].spans is None and found["plain-1"].text.startswith("Title 1\n")
 
 
-def test_a_documents_weights_are_products(made, tmp_path):
-    found = {one.id: one for one in documents(made[0])}
-    assert {id_: found[id_].weights for id_ in WEIGHTS} == WEIGHTS
+def test_a_downloaded_corpus_has_the_same_targets(made, tmp_path):
     words = ["--source", "json", "--data_path", str(made[0]), "--output", str(tmp_path / "out.json")]
     assert cli.main(["download", *words]) == 0
     assert [*documents(tmp_path / "out.json")] == [*documents(made[0])]
 
 
 def wanted(document, tokens, words):
-    """The weight of each target by the bytes of its span, adding up the lengths of tokens; None: no target."""
+    """Whether each token is a target by the bytes of the spans, adding up the lengths of tokens."""
     parts, body = bytes_of(tokens, words), document.text
-    weights = document.weights or [1.0] * len(document.spans or [0])
     if document.spans is None:
-        return [weights[0]] * (len(parts) + 1)
-    of_bytes = [None] * len(body.encode())
-    for (start, end), weight in zip(document.spans, weights, strict=True):
+        return [True] * (len(parts) + 1)
+    of_bytes = [False] * len(body.encode())
+    for start, end in document.spans:
         first, last = len(body[:start].encode()), len(body[:end].encode())
-        of_bytes[first:last] = [weight] * (last - first)
+        of_bytes[first:last] = [True] * (last - first)
     edges = [0, *accumulate(map(len, parts))]
-    inside = [[one for one in of_bytes[start:end] if one is not None] for start, end in pairwise(edges)]
-    return [*(one[0] if one else None for one in inside), weights[-1] if of_bytes[-1] is not None else None]
+    return [*(any(of_bytes[start:end]) for start, end in pairwise(edges)), of_bytes[-1]]
 
 
-def test_tokens_have_the_weight_of_their_bytes(made):
+def test_tokens_are_targets_by_their_bytes(made):
     corpus, folder_, _ = made
     words, found = load_tokenizer(folder_.parent / "tokenizer"), all_samples(folder_)
     for document in documents(corpus):
         parts = [found[id_] for id_ in found if id_ == document.id or id_.startswith(f"{document.id}#")]
         *tokens, end = [token for part in parts for token in part.input_ids.tolist()]
         assert end == words.eos_id and tokens == words.encode_batch([document.text])[0]
-        every = [weights_of(one) for one in parts]
-        flags = [one.input_ids > -1 if one.is_target is None else one.is_target for one in parts]
-        expected = wanted(document, tokens, words)
-        assert len(expected) == len(tokens) + 1
-        for flag, weight, want in zip(torch.cat(flags), torch.cat(every).tolist(), expected, strict=True):
-            assert bool(flag) == (want is not None) and (want is None or weight == want)
+        assert [flag for part in parts for flag in flags_of(part)] == wanted(document, tokens, words)
 
 
 def test_spaces_belong_to_their_tokens_also_where_a_tokenizer_trims_them(made):
@@ -172,8 +153,9 @@ def test_labels_and_every_count_of_targets_agree(made):
         opened = Shards(folder, split)
         together = collate([opened[at] for at in range(len(opened))], opened.meta["pad_id"], len(opened) + 1)
         for row, sample in enumerate(all_samples(folder)[id_] for id_ in together.sample_id if id_):
-            flags = sample.is_target if sample.is_target is not None else torch.ones(len(sample.input_ids), dtype=bool)
-            wanted = [int(token) if flag else IGNORED for token, flag in zip(sample.input_ids, flags, strict=True)]
+            wanted = [
+                int(token) if flag else IGNORED for token, flag in zip(sample.input_ids, flags_of(sample), strict=True)
+            ]
             assert together.labels[row].tolist() == wanted + [IGNORED] * (together.labels.shape[1] - len(wanted))
             assert sample.n_targets == sum(label != IGNORED for label in wanted[1:])
         labels = together.labels[:, 1:]
@@ -191,23 +173,22 @@ def test_labels_and_every_count_of_targets_agree(made):
     ("given", "stated"),
     [
         (values(30), set()),
-        ([{"prompt": "the", "completion": f" wire {i}", "weight": 1.0} for i in range(30)], {"is_target"}),
+        ([{"prompt": "the", "completion": f" wire {i}"} for i in range(30)], {"is_target"}),
     ],
 )
-def test_shards_state_targets_and_weights_only_where_there_are_some(tmp_path, given, stated):
+def test_shards_state_targets_only_where_not_every_token_is_one(tmp_path, given, stated):
     assert cli.main(tokenize_words(write_corpus(tmp_path / "c.json", given), tmp_path / "out")) == 0
     for file in (tmp_path / "out").rglob("shard-*.pt"):
         assert set(torch.load(file, weights_only=True)) == {"input_ids", "lengths", "sample_ids"} | stated
 
 
 def by_hand(model, sample, reduction="mean"):
-    """A sample's weighted loss and its gradient, in float64 from the log-probabilities of one target at a time."""
-    places = [at for at in range(1, len(sample.input_ids)) if sample.is_target is None or sample.is_target[at]]
-    weights = [1.0] * len(sample.input_ids) if sample.weights is None else sample.weights.tolist()
+    """A sample's loss and its gradient, in float64 from the log-probabilities of one target at a time."""
+    places = [at for at in range(1, len(sample.input_ids)) if flags_of(sample)[at]]
     if not places:
         return None, 0, torch.zeros(sum(parameter.numel() for parameter in model.parameters()))
     log_p = model(sample.input_ids[None]).logits[0].log_softmax(-1)
-    loss = -sum(weights[place] * log_p[place - 1, sample.input_ids[place]] for place in places)
+    loss = -sum(log_p[place - 1, sample.input_ids[place]] for place in places)
     loss = loss / len(places) if reduction == "mean" else loss
     parts = torch.autograd.grad(loss, [*model.parameters()])
     return loss.item(), len(places), torch.cat([part.flatten() for part in parts])
@@ -215,10 +196,9 @@ def by_hand(model, sample, reduction="mean"):
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("method", [hooks, vmap, loop])
-def test_every_method_differentiates_the_weighted_loss(made, method, reduction):
+def test_every_method_differentiates_the_loss_of_the_targets(made, method, reduction):
     opened, model = Shards(made[1], "train"), load(made[2])
-    found = method.gradients(model, (whole := collate([*opened], opened.meta["pad_id"], len(opened))), reduction)
-    assert whole.weights is not None
+    found = method.gradients(model, collate([*opened], opened.meta["pad_id"], len(opened)), reduction)
     rows = torch.cat([part.flatten(1) for part in found.gradient.values()], dim=1)
     for row, loss, sample in zip(rows, found.loss.tolist(), opened, strict=True):
         expected, _, gradient = by_hand(model, sample, reduction)
@@ -227,15 +207,15 @@ def test_every_method_differentiates_the_weighted_loss(made, method, reduction):
 
 
 @pytest.mark.parametrize("loss", ["mean", "sum"])
-def test_collected_rows_are_gradients_of_the_weighted_loss(made, tmp_path, loss):
+def test_collected_rows_are_gradients_of_the_loss_of_the_targets(made, tmp_path, loss):
     _, folder_, model_dir = made
     model = load(model_dir)
     size = sum(parameter.numel() for parameter in model.parameters())
-    words = ["--loss", loss, "--projection", "none", "--metadata", "perplexity,n_tokens,n_valid"]
+    words = ["--loss", loss, "--projection", "none", "--metadata", "n_tokens,n_valid"]
     path = collected(model_dir, folder_, tmp_path / "run", size, *words)
     assert cli.main(["grads", "validate", "--output_dir", str(tmp_path / "run"), "--recompute", "5"]) == 0
     block = store.read(store.all_names(path))
-    weighted, flagged = 0, list[str]()
+    flagged = list[str]()
     for id_, row, noted in zip(block.ids, block.rows.double(), block.meta.to_pylist(), strict=True):
         expected, count, gradient = by_hand(model, sample := all_samples(folder_)[id_], loss)
         torch.testing.assert_close(row, gradient.double(), rtol=0, atol=1e-5)
@@ -243,25 +223,22 @@ def test_collected_rows_are_gradients_of_the_weighted_loss(made, tmp_path, loss)
         assert (noted["flag"], noted["norm"] == 0) == (("no_target", True) if expected is None else (None, False))
         flagged += [id_] if expected is None else []
         assert noted["loss"] == (None if expected is None else pytest.approx(expected, rel=1e-4, abs=1e-5))
-        if sample.weights is not None:  # the exponential of a weighted loss is no perplexity
-            weighted += 1
-            assert noted["perplexity"] is None
-    assert weighted > 5 and "long-prompt#0" in flagged and len(flagged) < len(block.ids) / 2
+    assert "long-prompt#0" in flagged and len(flagged) < len(block.ids) / 2
 
 
 def test_the_method_is_checked_on_samples_that_count(made, tmp_path, monkeypatch):
     looked_at = []
     monkeypatch.setattr(RowMaker, "check", lambda self, samples, at: looked_at.extend(samples[one] for one in at))
-    given = [{**DOCUMENTS[0], "id": f"{at}", "weight": at // 2} for at in range(5)]
+    given = [{**DOCUMENTS[0], "id": f"{at}"} for at in range(5)]
     prompted = {"id": "long-prompt", "prompt": "日本 naïve wire; " * 14, "completion": "and\n"}
     corpus = write_corpus(tmp_path / "c.json", [prompted, *given])
     words = ["--model_dir", made[2], "--data_path", corpus, "--output_path", tmp_path / "run", "--dim", 9]
     assert cli.main(["grads", "collect", *map(str, words), "--cache_dir", str(tmp_path / "cache")]) == 0
-    first, second = looked_at  # the first samples of the prompt have no target, and the next ones weigh nothing
-    assert first.sample_id.startswith("long-prompt#") and first.n_targets and second.sample_id == "2"
+    first, second = looked_at  # the first samples of the prompt have no target
+    assert first.sample_id.startswith("long-prompt#") and first.n_targets and second.sample_id == "0"
 
 
-def test_norms_and_fused_rows_are_those_of_the_weighted_loss(made, tmp_path):
+def test_norms_and_fused_rows_are_those_of_the_loss_of_the_targets(made, tmp_path):
     words = ["--model_dir", made[2], "--data_path", made[1]]
     assert cli.main(["norms", *map(str, words), "--output_dir", str(tmp_path)]) == 0
     model, found = load(made[2]), all_samples(made[1])
@@ -275,13 +252,12 @@ def test_norms_and_fused_rows_are_those_of_the_weighted_loss(made, tmp_path):
         assert norm == pytest.approx(float(expected[id_][2].norm()), rel=1e-4, abs=1e-6)
 
 
-def test_training_is_weighted_and_perplexity_is_not(made, tmp_path):
+def test_training_and_perplexity_are_over_the_targets(made, tmp_path):
     _, folder_, model_dir = made
     words = ["--data_path", folder_, "--output_dir", tmp_path / "run", "--model", "micro", "--steps", 6, "--seed", 0]
     assert cli.main(["train", *map(str, words), "--batch_size", "4", "--warmup_steps", "0", "--device", "cpu"]) == 0
     opened = Shards(folder_, "train")
     batch = next(train_batches(opened, 4, 0, 1, 0))
-    assert batch.weights is not None
     model = causal.build("micro", opened.meta["vocab_size"], LENGTH, seed=0).double()
     alone = [by_hand(model, all_samples(folder_)[id_], "sum")[:2] for id_ in batch.sample_id]
     row = pq.read_table(tmp_path / "run" / "steps.parquet").to_pylist()[0]
@@ -292,8 +268,7 @@ def test_training_is_weighted_and_perplexity_is_not(made, tmp_path):
     words = ["--model_dir", model_dir, "--data_path", folder_, "--output", tmp_path / "p.json"]
     assert cli.main(["perplexity", *map(str, words)]) == 0
     quality, of_val, model = json.loads((tmp_path / "p.json").read_text()), Shards(folder_, "val"), load(model_dir)
-    assert any(one.weights is not None for one in of_val)
-    alone = [by_hand(model, one._replace(weights=None), "sum")[:2] for one in of_val]
+    alone = [by_hand(model, one, "sum")[:2] for one in of_val]
     mean = sum(loss or 0.0 for loss, _ in alone) / sum(count for _, count in alone)
     assert quality["avg_loss"] == pytest.approx(mean, rel=1e-5)
 
@@ -328,29 +303,6 @@ BAD = {
         {"text": "abc", "target_spans": [[1, 4]]},
         "has 'target_spans' that overlap, are empty, or leave its text of 3 characters",
     ),
-    "text": ({"text": "abc", "weight": "2"}, 'has "2" as weight; it must be a finite number'),
-    "null": ({"text": "abc", "weight": None}, "has null as weight; it must be a finite number"),
-    "truth": ({"prompt": "a", "completion": "b", "weight": True}, "has true as weight; it must be"),
-    "infinite": ({"text": "abc", "weight": 1e39}, 'has "1E+39" as weight; it must be a finite number of float32'),
-    "product": (
-        {"text": "abc", "target_spans": [[0, 1]], "target_weights": [3e38], "weight": -4},
-        "has -1.2e+39 as weight; it must be a finite number",
-    ),
-    "message": (
-        {"messages": [*CHAT[:2], {**CHAT[2], "weight": [1]}]},
-        "has [1] as weight of message 2; it must be a finite number",
-    ),
-    "question": (
-        {"messages": [CHAT[0], {**CHAT[1], "weight": 2}, CHAT[2]]},
-        "has a message 1 (counted from 0) with a weight that is not the assistant's",
-    ),
-    "too few": (
-        {**SPANS, "target_weights": [1.0, 2.0]},
-        "needs 'target_weights' that are a list of 3, one for each of 'target_spans'",
-    ),
-    "weights that are no list": ({**SPANS, "target_weights": 2.0}, "needs 'target_weights' that are a list of 3"),
-    "a bad one": ({**SPANS, "target_weights": [1, 2, "x"]}, 'has "x" as weight of span 2; it must'),
-    "no spans": ({"text": "abc", "target_weights": [1.0]}, "has 'target_weights' without 'target_spans'"),
 }
 
 
@@ -362,12 +314,6 @@ def test_a_bad_document_is_one_message(case, tmp_path, capsys):
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and f"in.json: document 1 (counted from 0) {message}" in error
     assert not (tmp_path / "out" / "shards").exists()
-
-
-def test_a_weight_that_is_not_a_number_is_bad_input(tmp_path, capsys):
-    (tmp_path / "in.json").write_text('[{"text": "fine"}, {"text": "abc", "weight": NaN}]')
-    assert cli.main(tokenize_words(tmp_path / "in.json", tmp_path / "out")) == 2
-    assert "is not valid JSON" in capsys.readouterr().err
 
 
 def test_a_dataset_gives_prompts_or_chats(tmp_path):
@@ -401,38 +347,13 @@ def test_data_without_any_target_is_refused(tmp_path, capsys):
     assert "no sample in train has a target" in capsys.readouterr().err
 
 
-def test_a_dataset_has_a_column_of_weights(tmp_path):
-    datasets = pytest.importorskip("datasets")
-
-    def read(rewards, **options):
-        rows = {"ask": ["a ", "b ", "c "], "answer": ["one", "two", "three"], "reward": rewards}
-        datasets.Dataset.from_dict(rows).save_to_disk(tmp_path / "saved")
-        given = {"data_path": str(tmp_path / "saved"), "prompt_column": "ask", "completion_column": "answer", **options}
-        return [one.weights for one in sources.build("datasets", given).open().documents]
-
-    assert read([0.5, -2.0, 1.0], weight_column="reward") == [(0.5,), (-2.0,), None]
-    assert read([0.5, -2.0, 1.0]) == [None] * 3
-    for bad in (float("nan"), float("inf"), None):
-        with pytest.raises(sources.BadInput, match=r"document 1 .*has \w+ as weight; it must be a finite number"):
-            read([0.5, bad, 1.0], weight_column="reward")
-    with pytest.raises(sources.BadInput, match="score"):
-        read([0.5, -2.0, 1.0], weight_column="score")
-
-
-def test_damaged_weights_are_refused(made, tmp_path):
+def test_damaged_targets_are_refused(made, tmp_path):
     opened = Shards(made[1], "train")
     table = dict(shards.table(opened.folder, opened.meta, 0))
-    bad = table["weights"].clone()
-    bad[0, 1] = float("nan")
-    cases = ((bad, "not finite"), (bad[:, 1:], "weights is not a float32 matrix"), (bad.double(), "weights is not"))
-    for weights, message in cases:
-        torch.save({**table, "weights": weights}, tmp_path / "shard-00000.pt")
-        with pytest.raises(shards.BadInput, match=message):
+    for wrong in (table["is_target"][:, 1:], table["is_target"].int()):
+        torch.save({**table, "is_target": wrong.clone()}, tmp_path / "shard-00000.pt")
+        with pytest.raises(shards.BadInput, match="is_target is not a bool matrix"):
             shards.table(tmp_path, opened.meta, 0)
-
-
-def weights_of(sample):
-    return torch.ones(len(sample.input_ids)) if sample.weights is None else sample.weights
 
 
 def flags_of(sample):

@@ -1,4 +1,4 @@
-"""The compiled loss is the loss, for every length of batch, with ignored targets, weights and bfloat16."""
+"""The compiled loss is the loss, for every length of batch, with ignored targets and bfloat16."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from gradwire.lm.data.batches import IGNORED, Batch
 from gradwire.lm.models import causal
 
 
-def batch(length: int, weighted: bool) -> Batch:
+def batch(length: int) -> Batch:
     generator = torch.Generator().manual_seed(length)
     tokens = torch.randint(1, 320, (3, length), generator=generator)
     labels = tokens.clone()
     labels[0, :4] = labels[2, -3:] = IGNORED
-    weights = torch.rand(3, length, generator=generator) + 0.5 if weighted else None
-    return Batch(tokens, labels, ["a", "b", "c"], weights)
+    return Batch(tokens, labels, ["a", "b", "c"])
 
 
 @pytest.mark.sweep  # half a minute of compiling
@@ -30,8 +29,8 @@ def test_a_compiled_loss_has_the_value_and_the_gradients_of_the_plain_one(precis
         model = causal.build("micro", 320, 24, seed=0)
         objective = Plain(precision, compiled=compiled)
         losses = []
-        for length, weighted in ((17, False), (24, False), (11, True)):
-            of = batch(length, weighted)
+        for length in (17, 24, 11):
+            of = batch(length)
             loss, _ = objective.loss(model, of, torch.tensor(of.n_targets), last=True)
             loss.backward()
             losses.append(loss.item())

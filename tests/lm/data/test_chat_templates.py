@@ -14,7 +14,6 @@ from chat_templates import (
     FAMILIES,
     LLAMA,
     MISTRAL,
-    PLAIN_TURNS,
     REFUSED,
     make_tokenizer,
     marked,
@@ -152,17 +151,6 @@ def test_a_refusal_by_the_template_names_the_document(tmp_path):
     assert "document 1 (counted from 0, id 'wrong')" in error and "roles must alternate" in error
 
 
-@pytest.mark.parametrize("form", [marked, unmarked])
-def test_weights_of_messages_are_those_of_their_tokens(tmp_path, form):
-    make_tokenizer(tmp_path / "tokenizer", form(PLAIN_TURNS))
-    messages = [ASKED, {**SAID, "weight": -1.5}, AGAIN, SPACED, ASKED, {**SAID, "weight": 3}]
-    corpus = write(tmp_path / "c.jsonl", [{"id": "one", "messages": messages, "weight": 0.5}])
-    assert tokenize(corpus, tmp_path / "tokenizer", tmp_path / "out") is None
-    split = Shards(tmp_path / "out" / "shards", "all")
-    weights = [float(weight) for at in range(len(split)) for weight in split[at].weights[split[at].is_target]]
-    assert [weight for at, weight in enumerate(weights) if not at or weight != weights[at - 1]] == [-0.75, 0.5, 1.5]
-
-
 def test_the_plain_format_is_a_choice_by_name(tmp_path):
     make_tokenizer(tmp_path / "tokenizer", unmarked(CHATML))
     corpus = write(tmp_path / "c.jsonl", [{"id": "one", "messages": CHATS["one"]}])
@@ -195,14 +183,11 @@ def test_a_template_is_read_where_tokenizers_keep_it(tmp_path, place):
 
 
 def test_a_downloaded_corpus_keeps_messages(tmp_path):
-    rated = [ASKED, {**SAID, "weight": -1.5}]
-    corpus = write(
-        tmp_path / "c.jsonl", [{"id": "one", "messages": rated, "weight": 2.5}, {"id": "two", "text": "row"}]
-    )
+    corpus = write(tmp_path / "c.jsonl", [{"id": "one", "messages": [ASKED, SAID]}, {"id": "two", "text": "row"}])
     words = ["--source", "json", "--data_path", str(corpus), "--output", str(tmp_path / "corpus.json")]
     assert cli.main(["download", *words]) == 0
     assert json.loads((tmp_path / "corpus.json").read_text()) == [
-        {"id": "one", "title": "", "messages": rated, "weight": 2.5},
+        {"id": "one", "title": "", "messages": [ASKED, SAID]},
         {"id": "two", "title": "", "text": "row"},
     ]
 

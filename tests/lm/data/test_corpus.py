@@ -57,8 +57,8 @@ BAD = {
     ),
     "invalid UTF-8": (b'[{"text": "x"}, {"text": "\xff\xfe"}]', "invalid bytes in UTF8 string in document 1"),
     "surrogate": (b'[{"text": "\xed\xa0\x80"}]', "not valid JSON in UTF-8"),
-    "an endless weight": (
-        b'[{"text": "x", "weight": 1e%d}]' % 10**20,
+    "an endless number": (
+        b'[{"text": "x", "id": 1e%d}]' % 10**20,
         "a number of too large an exponent",
     ),
     "too small": (b"[%b]" % PART, "is too small"),

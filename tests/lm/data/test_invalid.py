@@ -20,7 +20,7 @@ WRONG = [
     ({"id": "doc-7", "text": "again"}, "has the id of document 1; ids must be unique"),
     ({"text": ""}, "has no text"),
     (["y"], "is an array, not an object"),
-    ({"id": 12, "text": "x", "weight": "2"}, 'has "2" as weight'),
+    ({"id": 12, "text": "x", "title": 2}, "has a number as title"),
 ]
 FINE = values(40)
 PLACES = (2, 5, 6, 9, 30)  # where the invalid documents are among the others

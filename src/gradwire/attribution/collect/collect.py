@@ -219,7 +219,7 @@ def collect(
     maker = RowMaker.load(intended, world.device, options.batch_size, world, gradient_checkpointing=recomputing)
     maker.projector.width(maker.dims)  # refuses what the projection does not support
     shards = samples(intended)
-    counting = (position for position in range(intended.samples) if shards[position].counts)
+    counting = (position for position in range(intended.samples) if shards[position].n_targets)
     maker.check(shards, list(islice(counting, 2)) or [0])
     intended = maker.made_from
     provenance.agree(collection, intended)

@@ -63,7 +63,7 @@ def widened(values: Tensor) -> Tensor:
 def losses_of(model: nn.Module, batch: Batch, reduction: Reduction = "mean") -> Tensor:
     """Compute each sample's loss under a causal language model that returns ``logits``: [B], differentiable."""
     logits = widened(model(read(batch.input_ids), use_cache=False).logits)
-    return sample_losses(logits, batch.labels, reduction, batch.weights)
+    return sample_losses(logits, batch.labels, reduction)
 
 
 def read(input_ids: Tensor) -> Tensor:
@@ -71,17 +71,13 @@ def read(input_ids: Tensor) -> Tensor:
     return input_ids[:, : max(1, input_ids.shape[1] - 1)]
 
 
-def sample_losses(logits: Tensor, labels: Tensor, reduction: Reduction, weights: Tensor | None = None) -> Tensor:
-    """Compute each sample's loss: the weighted cross-entropy over its valid targets, or 0 if it has none.
-
-    The mean divides by the number of targets and not by the sum of weights, which may be 0 or negative and would cancel
-    the weight of a whole sample.
+def sample_losses(logits: Tensor, labels: Tensor, reduction: Reduction) -> Tensor:
+    """Compute each sample's loss: the cross-entropy over its valid targets, or 0 if it has none.
 
     Args:
         logits: ``[B, T, V]``, of which the last are not used, or ``[B, T - 1, V]``.
         labels: ``[B, T]``, shifted by one inside; `IGNORED` marks positions without a target.
         reduction: ``mean`` or ``sum`` over the targets.
-        weights: ``[B, T]``, of the tokens of ``labels``; None: 1.
 
     Returns:
         ``[B]``.
@@ -89,8 +85,7 @@ def sample_losses(logits: Tensor, labels: Tensor, reduction: Reduction, weights:
     after = labels.shape[1] - 1
     shifted = pad(labels[:, 1:], (0, logits.shape[1] - after), value=IGNORED)  # a slice of the logits would copy them
     losses = cross_entropy(logits.flatten(0, 1), shifted.flatten(), ignore_index=IGNORED, reduction="none")
-    losses = losses.view(shifted.shape)[:, :after]
-    totals = (losses if weights is None else losses * weights[:, 1:]).sum(1)
+    totals = losses.view(shifted.shape)[:, :after].sum(1)
     return totals if reduction == "sum" else totals / n_targets(labels).clamp(min=1)
 
 

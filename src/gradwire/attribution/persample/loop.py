@@ -28,7 +28,7 @@ def gradients(
     names: Collection[str] | None = None,
     out: dict[str, Tensor] | None = None,
 ) -> PerSample:
-    """Compute the gradient of each sample's loss, the mean or sum of the weighted cross-entropy over its targets.
+    """Compute the gradient of each sample's loss, the mean or sum of the cross-entropy over its targets.
 
     Each sample runs through the model alone and without padding, so the result does not depend on the batch. A tied
     parameter appears under its first name.

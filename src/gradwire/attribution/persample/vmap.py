@@ -45,15 +45,13 @@ def gradients(
     wanted = trainable(model)
     parameters = {name: p.detach() for name, p in wanted.items() if names is None or name in names}
 
-    def loss_of(parameters: Mapping[str, Tensor], tokens: Tensor, labels: Tensor, *weights: Tensor) -> Tensor:
+    def loss_of(parameters: Mapping[str, Tensor], tokens: Tensor, labels: Tensor) -> Tensor:
         logits = functional_call(model, dict(parameters), (read(tokens[None]),), {"use_cache": False}).logits
-        return sample_losses(widened(logits), labels[None], reduction, *(values[None] for values in weights))[0]
-
-    rows = [batch.input_ids, batch.labels, *([] if batch.weights is None else [batch.weights])]
+        return sample_losses(widened(logits), labels[None], reduction)[0]
 
     with evaluation(model), torch.no_grad(), sdpa_kernel(SDPBackend.MATH):  # the fused kernels do not support vmap
-        of_each_sample = vmap(grad_and_value(loss_of), in_dims=(None, *[0] * len(rows)), randomness="error")
-        computed, losses = of_each_sample(parameters, *rows)
+        of_each_sample = vmap(grad_and_value(loss_of), in_dims=(None, 0, 0), randomness="error")
+        computed, losses = of_each_sample(parameters, batch.input_ids, batch.labels)
     empty = no_targets(batch)
     for name, gradient in computed.items():
         computed[name] = gradient = widened(gradient)

@@ -201,7 +201,7 @@ def score(
     from gradwire.attribution.store.samples import longest_first
 
     typed = RowMaker.load(train, world.device, options.batch_size, world)
-    counting = (position for position in range(train.samples) if shards[position].counts)
+    counting = (position for position in range(train.samples) if shards[position].n_targets)
     typed.check(shards, list(islice(counting, 2)) or [0])
     plain = RowMaker(typed.model, queries, world.device, gradient_types.sgd, options.batch_size)
     plain.method = typed.method

@@ -57,10 +57,8 @@ class Tokens:
         sample = self.shards[number]
         chosen = torch.ones(len(sample.input_ids), dtype=torch.bool) if sample.is_target is None else sample.is_target
         position = int(chosen[1:].nonzero()[index - self._ends[number]]) + 1
-        read = slice(position + 1)
         alone = torch.arange(position + 1) == position
-        weights = None if sample.weights is None else sample.weights[read]
-        return Sample(f"{sample.sample_id}@{position}", sample.input_ids[read], alone, weights)
+        return Sample(f"{sample.sample_id}@{position}", sample.input_ids[: position + 1], alone)
 
     def _number(self, index: int) -> int:
         """Return the position of the sample of a target."""

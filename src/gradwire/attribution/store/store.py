@@ -61,7 +61,7 @@ COLUMNS = {  # by the names of ``grads collect --metadata``
     "document": Column(pa.string(), lambda sample, position, row: document(sample.sample_id)),
     "n_tokens": Column(pa.int64(), lambda sample, position, row: len(sample.input_ids)),
     "n_valid": Column(pa.int64(), lambda sample, position, row: row["n_targets"]),
-    "perplexity": Column(pa.float64(), lambda sample, position, row: _perplexity(sample, row["loss"])),
+    "perplexity": Column(pa.float64(), lambda sample, position, row: _perplexity(row["loss"])),
 }
 
 
@@ -71,8 +71,8 @@ def document(sample_id: str) -> str:
     return stem if mark and number.isdecimal() else sample_id
 
 
-def _perplexity(sample: Sample, loss: float | None) -> float | None:
-    return None if loss is None or sample.weights is not None else math.exp(min(loss, 700.0))
+def _perplexity(loss: float | None) -> float | None:
+    return None if loss is None else math.exp(min(loss, 700.0))
 
 
 def chosen_columns(names: str) -> list[str]:

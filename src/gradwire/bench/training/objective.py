@@ -32,7 +32,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -67,25 +67,22 @@ class Quality(NamedTuple):
 
 
 def loss_sum(model: nn.Module, batch: Batch) -> Tensor:
-    """Sum of the weighted cross-entropy over the batch's targets in nats, a differentiable scalar.
+    """Sum of the cross-entropy over the batch's targets in nats, a differentiable scalar.
 
     Samples are right-padded and attention is causal, so no target sees padding and no attention mask is needed.
     """
-    return cross_entropy(model(batch.input_ids, use_cache=False).logits, batch.labels, batch.weights)
+    return cross_entropy(model(batch.input_ids, use_cache=False).logits, batch.labels)
 
 
-def cross_entropy(logits: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
-    """Sum of the weighted cross-entropy in float32: of logits [B, T, vocabulary], labels [B, T] and weights [B, T]."""
+def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """Sum of the cross-entropy in float32: of logits [B, T, vocabulary] and labels [B, T]."""
     predicted, targets = logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten()
-    if weights is None:
-        return F.cross_entropy(predicted, targets, ignore_index=-100, reduction="sum")
-    losses = F.cross_entropy(predicted, targets, ignore_index=-100, reduction="none")
-    return (losses * weights[:, 1:].flatten()).sum()
+    return F.cross_entropy(predicted, targets, ignore_index=-100, reduction="sum")
 
 
 @torch.no_grad()
 def evaluate(model: nn.Module, batches: Iterable[Batch], device: torch.device) -> Quality:
-    """Unweighted loss and perplexity over all ranks' ``batches``; every rank must have the same number of them.
+    """Loss and perplexity over all ranks' ``batches``; every rank must have the same number of them.
 
     Raises:
         BadInput: If no sample has a target.
@@ -94,7 +91,7 @@ def evaluate(model: nn.Module, batches: Iterable[Batch], device: torch.device) -
     model.eval()
     totals = torch.zeros(2, dtype=torch.float64, device=device)
     for batch in batches:
-        local = replace(batch.to(device), weights=None)
+        local = batch.to(device)
         totals += torch.stack([loss_sum(model, local).double(), torch.tensor(local.n_targets, device=device).double()])
     model.train(training)
     ops.all_reduce(totals, purpose="control")
@@ -139,7 +136,7 @@ class Plain:
         with mixed:
             logits = model(batch.input_ids, use_cache=False).logits  # [B, T, vocabulary]
             # a step may have prompts alone
-            loss = self._cross_entropy(logits, batch.labels, batch.weights) / n_targets.clamp(min=1)
+            loss = self._cross_entropy(logits, batch.labels) / n_targets.clamp(min=1)
         return loss, loss.detach()
 
     def totals(self) -> list[Tensor]:

@@ -28,13 +28,11 @@ class Batch:
         labels: ``[B, T]`` int64: the tokens, and -100 for padding and for what is not a target, such as a prompt; the
             model shifts them by one.
         sample_id: The ids of the B samples; "" marks a filler row, which has no labels.
-        weights: ``[B, T]`` float32, what the loss of predicting each token is multiplied by; None: 1.
     """
 
     input_ids: torch.Tensor
     labels: torch.Tensor
     sample_id: list[str]
-    weights: torch.Tensor | None = None
 
     @property
     def n_targets(self) -> int:
@@ -58,8 +56,7 @@ class Batch:
 
     def of_tensors(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
         """Return a batch of the changed tensors."""
-        weights = None if self.weights is None else change(self.weights)
-        return Batch(change(self.input_ids), change(self.labels), self.sample_id, weights)
+        return Batch(change(self.input_ids), change(self.labels), self.sample_id)
 
 
 def collate(samples: Sequence[Sample], pad_id: int, rows: int) -> Batch:
@@ -67,14 +64,11 @@ def collate(samples: Sequence[Sample], pad_id: int, rows: int) -> Batch:
     longest = max((len(sample.input_ids) for sample in samples), default=2)
     input_ids = torch.full((rows, longest), pad_id)
     labels = torch.full((rows, longest), IGNORED)
-    weights = None if all(sample.weights is None for sample in samples) else torch.ones(rows, longest)
     for row, sample in enumerate(samples):
         length, tokens, is_target = len(sample.input_ids), sample.input_ids, sample.is_target
         input_ids[row, :length] = tokens
         labels[row, :length] = tokens if is_target is None else tokens.where(is_target, IGNORED)
-        if weights is not None and sample.weights is not None:
-            weights[row, :length] = sample.weights
-    return Batch(input_ids, labels, [sample.sample_id for sample in samples] + [""] * (rows - len(samples)), weights)
+    return Batch(input_ids, labels, [sample.sample_id for sample in samples] + [""] * (rows - len(samples)))
 
 
 def train_batches(shards: Shards, batch_size: int, rank: int, world: int, seed: int, start: int = 0) -> Iterator[Batch]:

@@ -58,8 +58,7 @@ class Plain:
             start = len(text)
             text += message["content"] if number == last else f"{message['content']}\n"
             spans.append((start, len(text)))
-        turns = answers(messages)
-        return Content(text, tuple(spans[turn] for turn in turns), turns)
+        return Content(text, tuple(spans[turn] for turn in answers(messages)))
 
 
 # Why: docs/decisions.md, "Chats are read as their model reads them".
@@ -89,10 +88,10 @@ class Template:
         text, marked = self._rendered(messages)
         turns = answers(messages)
         if self._marks:
-            spans, turns = _of_marks(messages, turns, text, marked)
+            spans = _of_marks(messages, turns, text, marked)
         else:
             spans = tuple(self._said(messages, turn, text) for turn in turns)
-        return Content(text, spans, turns, templated=True)
+        return Content(text, spans, templated=True)
 
     def _said(self, messages: Messages, turn: int, text: str) -> tuple[int, int]:
         """Where a chat's text has what the assistant says in a turn.
@@ -147,8 +146,8 @@ class Template:
         return text, tuple(marked[0]) if marked else ()
 
 
-def _of_marks(messages: Messages, turns: tuple[int, ...], text: str, marked: Spans) -> tuple[Spans, tuple[int, ...]]:
-    """The parts that a template marks, and the message of each: that whose content is in it or in the next ones.
+def _of_marks(messages: Messages, turns: tuple[int, ...], text: str, marked: Spans) -> Spans:
+    """The parts that a template marks: each message's content is in one of them.
 
     Raises:
         ValueError: If the parts overlap, or do not have the messages' contents, in order.
@@ -157,17 +156,11 @@ def _of_marks(messages: Messages, turns: tuple[int, ...], text: str, marked: Spa
     edges = [edge for span in spans for edge in span]
     if edges != sorted(edges):
         raise ValueError(f"has marks of the chat template, {spans}, that overlap: correct the template")
-    owners: list[int] = []
+    parts = iter([text[start:end] for start, end in spans])
     for turn in turns:
-        content = messages[turn]["content"].strip()
-        while len(owners) < len(spans):
-            start, end = spans[len(owners)]
-            owners.append(turn)
-            if content in text[start:end]:
-                break
-        else:
+        if not any(messages[turn]["content"].strip() in part for part in parts):
             raise _changed(turn)
-    return spans, (*owners, *(turns[-1:] * (len(spans) - len(owners))))
+    return spans
 
 
 def _changed(turn: int) -> ValueError:

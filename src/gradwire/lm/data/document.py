@@ -3,7 +3,6 @@
 A document is an object with ``id`` (a string or a number; default: ``sample_<index>``), ``title`` and ``text``. Instead
 of ``text`` it may have ``prompt`` and ``completion``, or ``messages`` (a list of ``role`` and ``content``): then only
 the completion, or the assistant's messages are to be predicted. ``target_spans`` name such characters of a ``text``.
-``weight``, also of a message, and ``target_weights``, one per span, multiply the loss of what is predicted.
 Positions in messages count from 0, as in ``sample_<index>``.
 """
 
@@ -22,12 +21,12 @@ from typing import Any, NamedTuple, TypeAlias
 from gradwire.base.errors import BadInput
 from gradwire.lm.data import targets
 from gradwire.lm.data.chats import PLAIN, Format
-from gradwire.lm.data.targets import Content, Spans, Weights
+from gradwire.lm.data.targets import Content, Spans
 
 ID_GROUP = "gradwire.sample_ids"
 SHOWN = 20  # problems that a report describes
 MOST_DIGITS = 4300  # of a number that is an id, as of an integer that Python reads
-CONTENT = ("text", "target_spans", "target_weights", "prompt", "completion", "messages", "weight")
+CONTENT = ("text", "target_spans", "prompt", "completion", "messages")
 IdOf: TypeAlias = Callable[[Mapping[str, Any]], Any]
 
 
@@ -40,7 +39,6 @@ class Document:
         title: May be empty.
         body: Its text.
         spans: The characters of ``body`` that are targets; None: all of ``text``.
-        weights: What the loss of each span's tokens, or of all of ``text``, is multiplied by; None: 1.
         templated: Whether ``body`` is a chat in the form of a chat template (`targets.Content`).
         given: The object that the document was read from.
         position: Its number in the corpus, from 0.
@@ -50,7 +48,6 @@ class Document:
     title: str
     body: str
     spans: Spans | None = None
-    weights: Weights | None = None
     templated: bool = False
     given: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
     position: int = field(default=0, compare=False)
@@ -197,7 +194,6 @@ def _document(value: Any, position: int, id_of: IdOf, chats: Format) -> Document
     if not isinstance(title, str):
         raise ValueError(f"has {_kind(title)} as title; it must be a string")
     read = _content(value, chats)
-    weights = targets.weights_of(value, read)
     id_ = _document_id(id_of(value), position)
     for part in (id_, title, read.text):
         try:
@@ -205,7 +201,7 @@ def _document(value: Any, position: int, id_of: IdOf, chats: Format) -> Document
         except UnicodeEncodeError as error:
             half = ascii(part[error.start])
             raise ValueError(f"has {half}, half of a surrogate pair: write the whole character, or remove it") from None
-    return Document(id_, title, read.text, read.spans, weights, read.templated, value, position)
+    return Document(id_, title, read.text, read.spans, read.templated, value, position)
 
 
 def _content(value: Mapping[str, Any], chats: Format) -> Content:

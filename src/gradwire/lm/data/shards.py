@@ -3,8 +3,8 @@
 A shards folder contains ``train/`` and ``val/``, or ``all/`` if no document is held out; each has ``shard-00000.pt`` …
 and ``shards.meta.pt``. A shard is a dictionary of ``input_ids`` (``[n, max_length]``, int16 or int32 by vocabulary,
 right-padded), ``lengths`` (``[n]`` int32, in tokens) and ``sample_ids`` (a list of n strings). If a document has parts
-that are not to be predicted, such as a prompt, its shards also have ``is_target`` (``[n, max_length]`` bool); if it has
-weights, ``weights`` (``[n, max_length]`` float32). The tokenizer is next to the folder, in ``tokenizer/``.
+that are not to be predicted, such as a prompt, its shards also have ``is_target`` (``[n, max_length]`` bool). The
+tokenizer is next to the folder, in ``tokenizer/``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ META_TYPES: dict[str, type] = {
     "shards": list,
     "finalized": bool,
 }
-OPTIONAL = {"is_target": torch.bool, "weights": torch.float32}
 POLL_SECONDS = 0.05
 
 
@@ -47,24 +46,16 @@ class Sample(NamedTuple):
         sample_id: Its id.
         input_ids: Its tokens, int64.
         is_target: Whether each token is to be predicted, bool; None: all. The first one never is.
-        weights: What the loss of predicting each token is multiplied by, float32; None: 1.
     """
 
     sample_id: str
     input_ids: torch.Tensor
     is_target: torch.Tensor | None = None
-    weights: torch.Tensor | None = None
 
     @property
     def n_targets(self) -> int:
         """Number of predicted tokens."""
         return len(self.input_ids) - 1 if self.is_target is None else int(self.is_target[1:].sum())
-
-    @property
-    def counts(self) -> bool:
-        """Whether a predicted token has a weight other than 0."""
-        weighty = torch.ones(len(self.input_ids)) if self.weights is None else self.weights
-        return bool((weighty if self.is_target is None else weighty * self.is_target)[1:].any())
 
 
 class Shards(Dataset[Sample]):
@@ -106,8 +97,8 @@ class Shards(Dataset[Sample]):
         shard = self._open[number]
         row = index - (self._ends[number] - len(shard["sample_ids"]))
         length = int(shard["lengths"][row])
-        is_target, weights = (shard[name][row, :length] if name in shard else None for name in OPTIONAL)
-        return Sample(shard["sample_ids"][row], shard["input_ids"][row, :length].long(), is_target, weights)
+        is_target = shard["is_target"][row, :length] if "is_target" in shard else None
+        return Sample(shard["sample_ids"][row], shard["input_ids"][row, :length].long(), is_target)
 
 
 def meta(folder: Path, split: str) -> dict[str, Any]:
@@ -171,7 +162,7 @@ def table(folder: Path, meta: dict[str, Any], number: int) -> dict[str, Any]:
 
 def _wrong_shard(shard: Any, samples: int, max_length: int, vocab_size: int) -> str | None:
     """Why a shard is invalid, or None."""
-    if not isinstance(shard, dict) or set(shard) - set(OPTIONAL) != {"input_ids", "lengths", "sample_ids"}:
+    if not isinstance(shard, dict) or set(shard) - {"is_target"} != {"input_ids", "lengths", "sample_ids"}:
         return "not a dictionary of input_ids, lengths and sample_ids"
     tokens, lengths, ids = shard["input_ids"], shard["lengths"], shard["sample_ids"]
     if not isinstance(ids, list) or len(ids) != samples or not all(isinstance(id_, str) for id_ in ids):
@@ -180,11 +171,8 @@ def _wrong_shard(shard: Any, samples: int, max_length: int, vocab_size: int) -> 
         return f"input_ids is not an int16 or int32 matrix of {samples} × {max_length}"
     if not _numbers(lengths, (samples,), (torch.int32,)):
         return f"lengths is not an int32 vector of {samples}"
-    for name, kind in OPTIONAL.items():
-        if name in shard and not _numbers(shard[name], (samples, max_length), (kind,)):
-            return f"{name} is not a {str(kind).removeprefix('torch.')} matrix of {samples} × {max_length}"
-    if "weights" in shard and not shard["weights"].isfinite().all():
-        return "it has a weight that is not finite"
+    if "is_target" in shard and not _numbers(shard["is_target"], (samples, max_length), (torch.bool,)):
+        return f"is_target is not a bool matrix of {samples} × {max_length}"
     for name, values, least, most in (("token", tokens, 0, vocab_size - 1), ("length", lengths, 1, max_length)):
         for extreme in map(int, values.aminmax()):
             if not least <= extreme <= most:

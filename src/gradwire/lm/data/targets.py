@@ -1,10 +1,8 @@
-"""Characters of a document that are targets, their weights, and the tokens that hold them."""
+"""Characters of a document that are targets, and the tokens that hold them."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from decimal import Decimal
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -13,11 +11,7 @@ from numpy.typing import NDArray
 Spans: TypeAlias = tuple[tuple[int, int], ...]
 """Ranges of characters [start, end), in order and without overlap."""
 
-Weights: TypeAlias = tuple[float, ...]
-"""What the loss of each span's tokens is multiplied by; of a text without spans, one number."""
-
 ASSISTANT = "assistant"  # the role whose turns are targets
-LARGEST = float(np.finfo(np.float32).max)
 
 
 class Content(NamedTuple):
@@ -26,13 +20,11 @@ class Content(NamedTuple):
     Attributes:
         text: The text.
         spans: The characters of it that are targets; None: all.
-        turns: For each span of a chat, the number of the message that says it.
         templated: Whether special tokens in the text are those of a chat template, which also ends the text.
     """
 
     text: str
     spans: Spans | None = None
-    turns: tuple[int, ...] = ()
     templated: bool = False
 
 
@@ -52,11 +44,10 @@ def of_completion(value: Mapping[str, Any]) -> Content:
 
 
 def messages_of(value: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the messages of a chat, without weights and entries that are null.
+    """Return the messages of a chat, without entries that are null.
 
     Raises:
-        ValueError: If they are not a list of objects with a string role and content, only the assistant's with a
-            weight, or the assistant says nothing.
+        ValueError: If they are not a list of objects with a string role and content, or the assistant says nothing.
     """
     messages = value["messages"]
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
@@ -65,15 +56,11 @@ def messages_of(value: Mapping[str, Any]) -> list[dict[str, Any]]:
         role, content = message.get("role"), message.get("content")
         if not isinstance(role, str) or not isinstance(content, str):
             raise ValueError(f"has a message {number} (counted from 0) whose role or content is not a string")
-        if role != ASSISTANT and message.get("weight") is not None:
-            raise ValueError(f"has a message {number} (counted from 0) with a weight that is not the {ASSISTANT}'s")
     if not answers(messages):
         empty = next((number for number, message in enumerate(messages) if message["role"] == ASSISTANT), None)
         wrong = f"no message of the {ASSISTANT}" if empty is None else f"an empty message {empty} of the {ASSISTANT}"
         raise ValueError(f"has {wrong} and so nothing to learn: remove it")
-    return [
-        {key: entry for key, entry in message.items() if entry is not None and key != "weight"} for message in messages
-    ]
+    return [{key: entry for key, entry in message.items() if entry is not None} for message in messages]
 
 
 def answers(messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
@@ -99,44 +86,6 @@ def of_spans(text: str, given: Any) -> Content:
     return Content(text, tuple((start, end) for start, end in given))
 
 
-def weights_of(value: Mapping[str, Any], content: Content) -> Weights | None:
-    """Return what the targets of a document weigh: its ``weight``, times that of each message or span; None: all 1.
-
-    Args:
-        value: The document.
-        content: Its text and targets.
-
-    Raises:
-        ValueError: If a weight is not a finite number, or the number of ``target_weights`` is not that of spans.
-    """
-    spans = content.spans
-    factors = [1.0] * (1 if spans is None else len(spans))
-    if value.get("target_weights") is not None:
-        given = value["target_weights"]
-        if value.get("text") is None or spans is None:
-            raise ValueError("has 'target_weights' without 'target_spans' and a text: give both")
-        if not isinstance(given, list) or len(given) != len(spans):
-            raise ValueError(f"needs 'target_weights' that are a list of {len(spans)}, one for each of 'target_spans'")
-        factors = [_number(weight, f"weight of span {position}") for position, weight in enumerate(given)]
-    elif content.turns:
-        given = {turn: value["messages"][turn].get("weight") for turn in content.turns}
-        factors = [
-            1.0 if given[turn] is None else _number(given[turn], f"weight of message {turn}") for turn in content.turns
-        ]
-    whole = _number(value["weight"], "weight") if "weight" in value else 1.0
-    weights = tuple(_number(whole * factor, "weight") for factor in factors)
-    return None if set(weights) == {1.0} else weights
-
-
-def _number(value: Any, what: str) -> float:
-    """Return a finite number of float32."""
-    number = isinstance(value, int | float | Decimal) and not isinstance(value, bool)
-    if not number or not abs(value) <= LARGEST:
-        shown = json.dumps(value, default=str)[:30]
-        raise ValueError(f"has {shown} as {what}; it must be a finite number of float32")
-    return float(value)
-
-
 def missing(value: Mapping[str, Any]) -> str | None:
     """Return what a document lacks to be of use: ``text``, ``completion``, or an ``answer`` in its messages."""
     for key in ("text", "completion"):
@@ -156,15 +105,15 @@ def _blank(text: Any) -> bool:
     return isinstance(text, str) and not text.strip()
 
 
-def span_of(places: Sequence[tuple[int, int]], spans: Spans) -> NDArray[np.int64]:
-    """Return the number of the first span that has a character of each token; -1 if none has.
+def are_targets(places: Sequence[tuple[int, int]], spans: Spans) -> NDArray[np.bool_]:
+    """Whether each token has a character of a span.
 
     Args:
         places: Each token's characters [start, end) in the text.
         spans: The targets' characters in the text.
     """
     starts, ends = np.array(places, dtype=np.int64).reshape(-1, 2).T
-    spans_of_tokens = np.full(len(starts), -1)
-    for number, (start, end) in reversed([*enumerate(spans)]):
-        spans_of_tokens[(starts < end) & (ends > start)] = number
-    return spans_of_tokens
+    inside = np.zeros(len(starts), dtype=bool)
+    for start, end in spans:
+        inside |= (starts < end) & (ends > start)
+    return inside

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from gradwire.base.errors import BadInput
 from gradwire.base.files import atomic_write, sha256_file
@@ -38,7 +39,7 @@ from gradwire.lm.data.shards import (
     tables,
     target_counts,
 )
-from gradwire.lm.data.targets import span_of
+from gradwire.lm.data.targets import are_targets
 from gradwire.lm.data.tokenizer import Tokenizer, progress
 
 BATCH_CHARACTERS = 500_000  # tokenized at once: enough for all cores, yet small in memory
@@ -48,11 +49,10 @@ Waiting = list[tuple[str, Document]]  # documents with their splits
 
 
 class Encoded(NamedTuple):
-    """A document's tokens, which of them are targets (None: all), and what each weighs (None: 1)."""
+    """A document's tokens, and which of them are targets (None: all)."""
 
     tokens: Sequence[int]
-    is_target: Sequence[bool] | None = None
-    weights: Sequence[float] | None = None
+    is_target: NDArray[np.bool_] | None = None
 
 
 Encoding = tuple[Waiting, Future[list[Encoded]]]
@@ -113,14 +113,12 @@ class SplitWriter:
         narrow = settings["vocab_size"] <= np.iinfo(np.int16).max + 1
         self._tokens = np.empty((settings["shard_size"], settings["max_length"]), np.int16 if narrow else np.int32)
         self._is_target = np.empty(self._tokens.shape, dtype=bool)
-        self._weights = np.empty(self._tokens.shape, dtype=np.float32)
         self._clear()
 
     def _clear(self) -> None:
         self._tokens.fill(self.meta["pad_id"])
         self._is_target.fill(False)
-        self._weights.fill(1.0)
-        self._partly = self._weighted = False  # whether a sample states targets or weights
+        self._partly = False  # whether a sample states targets
         self._lengths: list[int] = []
         self._ids: list[str] = []
 
@@ -132,17 +130,14 @@ class SplitWriter:
     def add(self, document_id: str, encoding: Encoded) -> None:
         """Add the document's samples that are not written yet; write each full shard."""
         row = np.asarray(encoding.tokens, dtype=self._tokens.dtype)
-        is_target = np.ones(len(row), bool) if encoding.is_target is None else np.asarray(encoding.is_target, bool)
-        weights = np.ones(len(row)) if encoding.weights is None else np.asarray(encoding.weights)
+        is_target = np.ones(len(row), bool) if encoding.is_target is None else encoding.is_target
         places = cuts(len(row), self.meta["max_length"])
         ids = sample_ids(document_id, len(places))
         for k in range(self._partial, len(places)):
             start, end = places[k]
             self._tokens[len(self._ids), : end - start] = row[start:end]
             self._is_target[len(self._ids), : end - start] = is_target[start:end]
-            self._weights[len(self._ids), : end - start] = weights[start:end]
             self._partly |= encoding.is_target is not None
-            self._weighted |= encoding.weights is not None
             self._lengths.append(end - start)
             self._ids.append(ids[k])
             last = k + 1 == len(places)
@@ -164,8 +159,6 @@ class SplitWriter:
         }
         if self._partly:
             shard["is_target"] = torch.from_numpy(self._is_target[:count].copy())
-        if self._weighted:
-            shard["weights"] = torch.from_numpy(self._weights[:count].copy())
         _save(path, shard)
         self.count([shard])
         self.meta["shards"].append({"file": path.name, "samples": count, "sha256": sha256_file(path)})
@@ -359,7 +352,7 @@ def _shared(sample_id: str, corpus_path: Path) -> BadInput:
 def encode(tokenizer: Tokenizer, documents: Sequence[Document]) -> list[Encoded]:
     """Return the tokens and targets of documents, each with an end-of-text token unless a chat template ends it.
 
-    That token is a target if the text ends with one: then it ends what is learnt, and has the weight of that target.
+    That token is a target if the text ends with one: then it ends what is learnt.
     """
     plain = iter(tokenizer.encode_batch([document.text for document in documents if document.spans is None]))
     partial = [document for document in documents if document.spans is not None]
@@ -370,16 +363,14 @@ def encode(tokenizer: Tokenizer, documents: Sequence[Document]) -> list[Encoded]
     encodings: list[Encoded] = []
     for document in documents:
         if document.spans is None:
-            tokens = [*next(plain), tokenizer.eos_id]
-            encodings.append(Encoded(tokens, None, document.weights and document.weights * len(tokens)))
+            encodings.append(Encoded([*next(plain), tokenizer.eos_id]))
             continue
         tokens, places = next(templated if document.templated else partly)
-        span = span_of(places, document.spans)
+        is_target = are_targets(places, document.spans)
         if not document.templated:
             ends = document.spans[-1][1] == len(document.text)
-            tokens, span = [*tokens, tokenizer.eos_id], np.append(span, len(document.spans) - 1 if ends else -1)
-        weights = document.weights and np.append(document.weights, 1.0)[span].tolist()  # -1 is the last
-        encodings.append(Encoded(tokens, (span >= 0).tolist(), weights))
+            tokens, is_target = [*tokens, tokenizer.eos_id], np.append(is_target, ends)
+        encodings.append(Encoded(tokens, is_target))
     return encodings
 
 

@@ -43,9 +43,6 @@ class Datasets(Source):
     messages_column: str | None = Field(
         default=None, description="the column with a chat, instead of a text: a list of role and content"
     )
-    weight_column: str | None = Field(
-        default=None, description="the column with the weight of a row's targets (None: 1)"
-    )
     id_column: str | None = Field(default=None, description="the column with the id (None: <split>/<row>)")
     title_column: str | None = Field(default=None, description="the column with the title (None: no title)")
 
@@ -123,8 +120,7 @@ class Datasets(Source):
         return folder
 
     def _documents(self, table: Any, metadata: Counter[str]) -> Iterator[Mapping[str, Any]]:
-        further = {"id": self.id_column, "title": self.title_column, "weight": self.weight_column}
-        chosen = {**further, **self._content_columns}
+        chosen = {"id": self.id_column, "title": self.title_column, **self._content_columns}
         columns = {key: column for key, column in chosen.items() if column is not None}
         for row, values in enumerate(rows(table, list(columns.values()), self._where)):
             document = {key: values[column] for key, column in columns.items()}

@@ -20,8 +20,8 @@ from gradwire.lm.data.sources import Source, Stream, folder_name, require_revisi
 class Json(Source):
     """A JSON array of objects with id, title and text, or one object per line (``.jsonl``).
 
-    Instead of text, an object may have prompt and completion, or messages (a list of role and content), and a weight of
-    its targets. The revision is the SHA-256 of the file.
+    Instead of text, an object may have prompt and completion, or messages (a list of role and content). The revision is
+    the SHA-256 of the file.
     """
 
     name = "json"
