@@ -16,8 +16,7 @@ import torch
 from scipy.stats import spearmanr
 from small_model import make
 
-from gradwire.attribution.query.curvature import solver
-from gradwire.attribution.query.search import groups_of, similarities, target
+from gradwire.attribution.query.search import groups_of, similarities, solver, target
 from gradwire.attribution.store import store
 from gradwire.attribution.store.row_file import RowFile
 from gradwire.lm.data.shards import Shards

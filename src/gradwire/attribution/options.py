@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from gradwire.base.flags import COUNT
+from gradwire.base.flags import COUNT, NOT_NEGATIVE
 from gradwire.base.rank_env import Device
 from gradwire.base.strict import Strict
-from gradwire.lm.data.defaults import CHAT_FORMAT, LENGTH, SKIP_INVALID, ChatFormat, Split
+from gradwire.lm.data import CHAT_FORMAT, LENGTH, SKIP_INVALID, ChatFormat, Split
 
 if TYPE_CHECKING:
     from gradwire.lm.data.shards import Shards
@@ -117,6 +117,31 @@ class PlaceOptions(Strict):
     optimizer_dir: Path | None = Field(None, description="current folder of Adam's moments (default: as collected)")
     lora_dir: Path | None = Field(None, description="current folder of the LoRA adapter (default: as collected)")
     device: Device = Field("auto", description="auto: a GPU if there is one")
+
+
+class CurvatureOptions(Strict):
+    """Flags of curvature."""
+
+    curvature: Literal["none", "fisher"] = Field(
+        "none",
+        description="fisher: products and cosines under the inverse second moment of the training rows (as TRAK)",
+    )
+    damping: Annotated[float, NOT_NEGATIVE] | None = Field(
+        None, description=f"added to that moment, in units of its mean diagonal (default: {DAMPING})"
+    )
+
+    @model_validator(mode="after")
+    def _check_damping(self) -> Self:
+        if self.curvature == "none" and self.damping is not None:
+            raise ValueError(f"--damping {self.damping:g} is given without a curvature: add --curvature fisher")
+        return self
+
+    @property
+    def chosen_damping(self) -> float | None:
+        """The damping; None without curvature."""
+        if self.curvature == "none":
+            return None
+        return DAMPING if self.damping is None else self.damping
 
 
 class SampleOptions(Strict):

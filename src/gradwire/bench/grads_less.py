@@ -22,7 +22,7 @@ from gradwire.base.files import atomic_write, check_sums, read_object, write_jso
 from gradwire.base.flags import RANKS
 from gradwire.base.strict import to_flags
 from gradwire.bench.command import Command
-from gradwire.lm.data.defaults import CHAT_FORMAT, LENGTH, SKIP_INVALID, ChatFormat
+from gradwire.lm.data import CHAT_FORMAT, LENGTH, SKIP_INVALID, ChatFormat
 from gradwire.lm.models.saved import ADAPTER, METADATA
 
 if TYPE_CHECKING:

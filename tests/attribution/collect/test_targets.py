@@ -1,6 +1,6 @@
 """What is to be predicted: tokens against bytes, losses and gradients against autograd.
 
-Of `data/targets.py`.
+Of `data/chats.py`, `document.py`.
 """
 
 from __future__ import annotations

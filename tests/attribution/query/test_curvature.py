@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from gradwire.attribution.query.curvature import solver
-from gradwire.attribution.query.search import groups_of, scored, target
+from gradwire.attribution.query.search import groups_of, scored, solver, target
 from gradwire.attribution.store.row_file import RowFile
 from gradwire.base.errors import BadInput
 

@@ -1,6 +1,6 @@
 """Corpora: the three sources, the ids, and every bad input as one message with nothing half-written.
 
-Of `document.py`, `defaults.py`, `download.py`.
+Of `document.py`, `download.py`.
 """
 
 from __future__ import annotations

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import Field, model_validator
 
-from gradwire.attribution.options import Count, Metric
-from gradwire.attribution.query.curvature import CurvatureOptions, solver
+from gradwire.attribution.options import Count, CurvatureOptions, Metric
 from gradwire.base.errors import BadInput
 from gradwire.base.files import atomic_write, check_sums, read_object, write_json
 from gradwire.base.flags import POSITIVE
@@ -185,7 +184,7 @@ def weighted(
         metric: ``cosine`` or ``dot``.
         damping: Of the curvature; None for none.
     """
-    from gradwire.attribution.query.search import block_rows, similarities, target
+    from gradwire.attribution.query.search import block_rows, similarities, solver, target
     from gradwire.attribution.store.row_file import RowFile
 
     at_once = min(block_rows(train.rows.shape[1]) for train, _ in pairs)

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from gradwire.attribution.options import Count, Metric, PlaceOptions, SampleOptions
-from gradwire.attribution.query.curvature import CurvatureOptions
+from gradwire.attribution.options import Count, CurvatureOptions, Metric, PlaceOptions, SampleOptions
 from gradwire.attribution.store.provenance import PLACES
 from gradwire.base.files import write_json
-from gradwire.lm.data.defaults import Split
+from gradwire.lm.data import Split
 
 if TYPE_CHECKING:
     import numpy as np

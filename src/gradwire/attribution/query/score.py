@@ -30,7 +30,7 @@ from gradwire.attribution.options import (
 from gradwire.base.errors import BadInput, NonFiniteGradient
 from gradwire.base.files import atomic_write, read_object, write_json
 from gradwire.base.rank_env import RankOptions, rank_options
-from gradwire.lm.data.defaults import Split
+from gradwire.lm.data import Split
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -17,18 +17,16 @@ import torch
 from numpy.typing import NDArray
 
 from gradwire.attribution.options import number_of
-from gradwire.attribution.query.curvature import Solve, solver
-from gradwire.attribution.query.search import groups_of, nearest, open_store, target
+from gradwire.attribution.query.search import Solve, groups_of, nearest, open_store, solver, target
 from gradwire.attribution.store.provenance import Provenance
 from gradwire.attribution.store.row_file import RowFile
 from gradwire.attribution.store.samples import samples
 from gradwire.attribution.store.store import document
 from gradwire.base.errors import BadInput
 from gradwire.comm.collectives import world
+from gradwire.lm.data import ChatFormat, tokenization, tokenizer
 from gradwire.lm.data import corpus as corpora
-from gradwire.lm.data import tokenization, tokenizer
 from gradwire.lm.data.chats import kind
-from gradwire.lm.data.defaults import ChatFormat
 from gradwire.lm.data.document import Document, Invalid, content
 from gradwire.lm.data.shards import Sample, Shards, chat_format_of, check
 from gradwire.lm.models import saved
@@ -57,7 +55,7 @@ class Searcher:
         places: Current paths of what the store was collected from (`provenance.PLACES`), where they have changed. Its
             ``corpus`` gives whole documents instead of samples.
         device: ``auto``, ``cpu`` or ``cuda``.
-        damping: Of the store's `curvature`; None to search without it.
+        damping: Of the store's curvature; None to search without it.
 
     Raises:
         BadInput: If the store or its samples are invalid.

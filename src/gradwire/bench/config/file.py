@@ -18,8 +18,7 @@ from gradwire.bench.config.cell import Cell, check_private
 from gradwire.bench.config.grid import Exclusion, Gradients, Grid, Grids, Run, Selection
 from gradwire.bench.config.values import BASELINE, Count, ModelOption, Name, Training
 from gradwire.comm.topology import check_simulated, check_topology
-from gradwire.lm.data import sources
-from gradwire.lm.data.defaults import (
+from gradwire.lm.data import (
     CHAT_FORMAT,
     LENGTH,
     MAX_LENGTH,
@@ -29,6 +28,7 @@ from gradwire.lm.data.defaults import (
     VOCABULARY,
     ChatFormat,
     check_shard,
+    sources,
 )
 from gradwire.lm.models import presets
 

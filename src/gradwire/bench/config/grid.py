@@ -15,7 +15,7 @@ from gradwire.base.flags import COUNT
 from gradwire.base.strict import Strict
 from gradwire.base.units import UNSHAPED
 from gradwire.bench.config.values import Count, Link, Natural, Ranks, Seed, Strategy
-from gradwire.lm.data.defaults import Split
+from gradwire.lm.data import Split
 
 PATH = "{strategy}/{compressor}/ws{world_size}{islands}/{link}/seed{seed}"  # of a run's folder, by its wildcards
 ISLANDS = "-islands"

@@ -12,7 +12,7 @@ from pydantic import Field
 from gradwire.base.flags import COUNT, output_file
 from gradwire.base.rank_env import Device
 from gradwire.base.strict import Strict
-from gradwire.lm.data.defaults import CHAT_FORMAT, LENGTH, SKIP_INVALID, ChatFormat
+from gradwire.lm.data import CHAT_FORMAT, LENGTH, SKIP_INVALID, ChatFormat
 
 
 class Options(Strict):

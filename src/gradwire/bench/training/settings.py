@@ -20,7 +20,7 @@ from gradwire.comm.communication import CommOptimizer
 from gradwire.comm.compressors.registry import sources
 from gradwire.comm.reduction import ParamCompress
 from gradwire.comm.topology import STRATEGIES, check_simulated, check_topology
-from gradwire.lm.data.defaults import CHAT_FORMAT, LENGTH, MAX_LENGTH, SKIP_INVALID, VOCAB_SIZE, VOCABULARY, ChatFormat
+from gradwire.lm.data import CHAT_FORMAT, LENGTH, MAX_LENGTH, SKIP_INVALID, VOCAB_SIZE, VOCABULARY, ChatFormat
 from gradwire.lm.models import presets
 
 if TYPE_CHECKING:

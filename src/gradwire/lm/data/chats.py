@@ -5,14 +5,18 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from gradwire.base.errors import BadInput
-from gradwire.lm.data.defaults import ChatFormat
-from gradwire.lm.data.targets import Content, Spans, answers
+from gradwire.lm.data import ChatFormat
 
 Messages: TypeAlias = Sequence[Mapping[str, Any]]
-"""Objects with a string ``role`` and ``content``; one is an assistant's and not blank (`targets.messages_of`)."""
+"""Objects with a string ``role`` and ``content``; one is an assistant's and not blank (`document.messages_of`)."""
+
+Spans: TypeAlias = tuple[tuple[int, int], ...]
+"""Ranges of characters [start, end), in order and without overlap."""
+
+ASSISTANT = "assistant"  # the role whose turns are targets
 
 REMEDY = "mark it in the template by {% generation %}, or choose --chat_format plain"
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")  # the mark of what the assistant says, in a template
@@ -22,6 +26,20 @@ DATED = """\
 {{ format.replace("%d", "26").replace("%b", "Jul").replace("%B", "July").replace("%m", "07").replace("%Y", "2024") }}
 {%- endmacro %}
 """
+
+
+class Content(NamedTuple):
+    """The content of a document, as a model reads it.
+
+    Attributes:
+        text: The text.
+        spans: The characters of it that are targets; None: all.
+        templated: Whether special tokens in the text are those of a chat template, which also ends the text.
+    """
+
+    text: str
+    spans: Spans | None = None
+    templated: bool = False
 
 
 class Format(Protocol):
@@ -40,6 +58,13 @@ class Format(Protocol):
             ValueError: If the template does not show that.
         """
         ...
+
+
+def answers(messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+    """Return the numbers of the assistant's messages that are not blank."""
+    return tuple(
+        number for number, message in enumerate(messages) if message["role"] == ASSISTANT and message["content"].strip()
+    )
 
 
 class Plain:

@@ -19,9 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from gradwire.base.errors import BadInput
-from gradwire.lm.data import targets
-from gradwire.lm.data.chats import PLAIN, Format
-from gradwire.lm.data.targets import Content, Spans
+from gradwire.lm.data.chats import ASSISTANT, PLAIN, Content, Format, Spans, answers
 
 ID_GROUP = "gradwire.sample_ids"
 SHOWN = 20  # problems that a report describes
@@ -39,7 +37,7 @@ class Document:
         title: May be empty.
         body: Its text.
         spans: The characters of ``body`` that are targets; None: all of ``text``.
-        templated: Whether ``body`` is a chat in the form of a chat template (`targets.Content`).
+        templated: Whether ``body`` is a chat in the form of a chat template (`chats.Content`).
         given: The object that the document was read from.
         position: Its number in the corpus, from 0.
     """
@@ -208,7 +206,7 @@ def _content(value: Mapping[str, Any], chats: Format) -> Content:
     """The text of a document and its targets; ``text`` comes before other forms."""
     body = value.get("text")
     if isinstance(body, str) and body.strip():
-        return Content(body) if value.get("target_spans") is None else targets.of_spans(body, value["target_spans"])
+        return Content(body) if value.get("target_spans") is None else of_spans(body, value["target_spans"])
     chat, pair = value.get("messages") is not None, {"prompt", "completion"} & value.keys()
     if body is not None or not (chat or pair):
         raise ValueError(
@@ -217,7 +215,58 @@ def _content(value: Mapping[str, Any], chats: Format) -> Content:
         )
     if chat and pair:
         raise ValueError("has both 'messages' and 'prompt' or 'completion': keep one form")
-    return chats.read(targets.messages_of(value)) if chat else targets.of_completion(value)
+    return chats.read(messages_of(value)) if chat else of_completion(value)
+
+
+def of_completion(value: Mapping[str, Any]) -> Content:
+    """Return the text of a prompt and its completion, one directly after the other; the completion is the target.
+
+    Raises:
+        ValueError: If one of them is not a string, or the completion is blank.
+    """
+    for key in ("prompt", "completion"):
+        if not isinstance(value.get(key), str):
+            raise ValueError(f"needs a string {key!r} beside the other one of 'prompt' and 'completion'")
+    prompt, completion = value["prompt"], value["completion"]
+    if not completion.strip():
+        raise ValueError("has a blank completion and so nothing to learn: remove it")
+    return Content(prompt + completion, ((len(prompt), len(prompt) + len(completion)),))
+
+
+def messages_of(value: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the messages of a chat, without entries that are null.
+
+    Raises:
+        ValueError: If they are not a list of objects with a string role and content, or the assistant says nothing.
+    """
+    messages = value["messages"]
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        raise ValueError("needs 'messages' that are a list of objects with 'role' and 'content'")
+    for number, message in enumerate(messages):
+        role, content = message.get("role"), message.get("content")
+        if not isinstance(role, str) or not isinstance(content, str):
+            raise ValueError(f"has a message {number} (counted from 0) whose role or content is not a string")
+    if not answers(messages):
+        empty = next((number for number, message in enumerate(messages) if message["role"] == ASSISTANT), None)
+        wrong = f"no message of the {ASSISTANT}" if empty is None else f"an empty message {empty} of the {ASSISTANT}"
+        raise ValueError(f"has {wrong} and so nothing to learn: remove it")
+    return [{key: entry for key, entry in message.items() if entry is not None} for message in messages]
+
+
+def of_spans(text: str, given: Any) -> Content:
+    """Return a text with the targets that its document states.
+
+    Raises:
+        ValueError: If they are not ranges of the text's characters, in order and without overlap.
+    """
+    pairs = isinstance(given, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in given)
+    edges = [edge for pair in given for edge in pair] if pairs else []
+    if not edges or any(type(edge) is not int for edge in edges):
+        raise ValueError("needs 'target_spans' that are a list of [start, end] in characters of 'text'")
+    ordered = edges == sorted(edges) and all(start < end for start, end in given)
+    if not ordered or edges[0] < 0 or edges[-1] > len(text):
+        raise ValueError(f"has 'target_spans' that overlap, are empty, or leave its text of {len(text)} characters")
+    return Content(text, tuple((start, end) for start, end in given))
 
 
 def _document_id(value: Any, position: int) -> str:
@@ -273,3 +322,22 @@ def plain(value: Any) -> Any:
     if isinstance(value, list):
         return [plain(entry) for entry in value]
     return float(value) if isinstance(value, Decimal) else value
+
+
+def missing(value: Mapping[str, Any]) -> str | None:
+    """Return what a document lacks to be of use: ``text``, ``completion``, or an ``answer`` in its messages."""
+    for key in ("text", "completion"):
+        if key in value and (value[key] is None or _blank(value[key])):
+            return key
+    return "answer" if "messages" in value and not _answered(value["messages"]) else None
+
+
+def _answered(chat: Any) -> bool:
+    """Whether a chat has a message of the assistant, or is malformed, which `messages_of` reports."""
+    if not isinstance(chat, list) or not all(isinstance(message, dict) for message in chat):
+        return chat is not None
+    return any(message.get("role") == ASSISTANT and not _blank(message.get("content")) for message in chat)
+
+
+def _blank(text: Any) -> bool:
+    return isinstance(text, str) and not text.strip()

@@ -13,17 +13,18 @@ from typing import Any
 from gradwire.base.errors import BadInput
 from gradwire.base.files import check_folder, check_regular, digest, sha256_file
 from gradwire.base.source_digest import source_digest
-from gradwire.lm.data import chats, corpus
-from gradwire.lm.data import tokenizer as tokenizers
-from gradwire.lm.data.defaults import (
+from gradwire.lm.data import (
     MAX_LENGTH,
     SHARD_SIZE,
     SHORTEST_MAX_LENGTH,
     VAL_FRACTION,
     VOCAB_SIZE,
     ChatFormat,
+    chats,
     check_shard,
+    corpus,
 )
+from gradwire.lm.data import tokenizer as tokenizers
 from gradwire.lm.data.shards import ALL, chat_format_of, exist, meta, splits, wait_finalized
 from gradwire.lm.data.writer import write_shards
 

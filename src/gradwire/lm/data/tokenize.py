@@ -9,7 +9,7 @@ from pydantic import Field
 
 from gradwire.base.flags import COUNT, FRACTION
 from gradwire.base.strict import Strict
-from gradwire.lm.data.defaults import (
+from gradwire.lm.data import (
     CHAT_FORMAT,
     LENGTH,
     MAX_LENGTH,

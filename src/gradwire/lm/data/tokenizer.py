@@ -24,9 +24,8 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from gradwire.base.errors import BadInput
 from gradwire.base.files import LARGEST_JSON, atomic_folder, check_size, check_sums, read_object, write_json
-from gradwire.lm.data import corpus
+from gradwire.lm.data import VOCABULARY, corpus
 from gradwire.lm.data.chats import Template
-from gradwire.lm.data.defaults import VOCABULARY
 from gradwire.lm.data.document import Invalid
 
 TOKENIZER, CONFIG, ORIGIN = "tokenizer.json", "tokenizer_config.json", "origin.json"

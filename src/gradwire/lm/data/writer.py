@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from gradwire.base.errors import BadInput
 from gradwire.base.files import atomic_write, sha256_file
 from gradwire.lm.data import corpus
-from gradwire.lm.data.chats import Format
+from gradwire.lm.data.chats import Format, Spans
 from gradwire.lm.data.document import Document, FirstSeen, Invalid
 from gradwire.lm.data.shards import (
     ALL,
@@ -39,7 +39,6 @@ from gradwire.lm.data.shards import (
     tables,
     target_counts,
 )
-from gradwire.lm.data.targets import are_targets
 from gradwire.lm.data.tokenizer import Tokenizer, progress
 
 BATCH_CHARACTERS = 500_000  # tokenized at once: enough for all cores, yet small in memory
@@ -372,6 +371,20 @@ def encode(tokenizer: Tokenizer, documents: Sequence[Document]) -> list[Encoded]
             tokens, is_target = [*tokens, tokenizer.eos_id], np.append(is_target, ends)
         encodings.append(Encoded(tokens, is_target))
     return encodings
+
+
+def are_targets(places: Sequence[tuple[int, int]], spans: Spans) -> NDArray[np.bool_]:
+    """Whether each token has a character of a span.
+
+    Args:
+        places: Each token's characters [start, end) in the text.
+        spans: The targets' characters in the text.
+    """
+    starts, ends = np.array(places, dtype=np.int64).reshape(-1, 2).T
+    inside = np.zeros(len(starts), dtype=bool)
+    for start, end in spans:
+        inside |= (starts < end) & (ends > start)
+    return inside
 
 
 def _finished(batch: Waiting, result: Future[list[Encoded]]) -> Iterator[tuple[str, Document, Encoded]]:

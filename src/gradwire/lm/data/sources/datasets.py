@@ -13,8 +13,7 @@ from pydantic import Field, model_validator
 
 from gradwire.base.errors import BadInput, unknown
 from gradwire.base.files import check_regular, digest, files_below, read_object, sha256_file
-from gradwire.lm.data import targets
-from gradwire.lm.data.document import parse
+from gradwire.lm.data.document import missing, parse
 from gradwire.lm.data.sources import Source, Stream, folder_name, require_revision
 
 ONE, SEVERAL = "state.json", "dataset_dict.json"  # files of a saved split, and of a folder of saved splits
@@ -124,8 +123,8 @@ class Datasets(Source):
         columns = {key: column for key, column in chosen.items() if column is not None}
         for row, values in enumerate(rows(table, list(columns.values()), self._where)):
             document = {key: values[column] for key, column in columns.items()}
-            if missing := targets.missing(document):
-                metadata[f"rows_without_{missing}"] += 1
+            if lacking := missing(document):
+                metadata[f"rows_without_{lacking}"] += 1
                 continue
             yield {"id": f"{self.split}/{row}", **document}
 

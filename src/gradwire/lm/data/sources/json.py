@@ -11,8 +11,7 @@ from typing import Any
 from pydantic import Field
 
 from gradwire.base.errors import BadInput
-from gradwire.lm.data import corpus
-from gradwire.lm.data.defaults import SKIP_INVALID
+from gradwire.lm.data import SKIP_INVALID, corpus
 from gradwire.lm.data.document import Document, Invalid
 from gradwire.lm.data.sources import Source, Stream, folder_name, require_revision
 
