@@ -49,20 +49,7 @@ def main(options: Options) -> None:
     from gradwire.lm.data.shards import SPLITS, meta
     from gradwire.lm.data.tokenization import tokenize
 
-    tokenize(
-        options.data_path,
-        options.output_dir,
-        tokenizer=options.tokenizer,
-        vocab_size=options.vocab_size,
-        max_length=options.max_length,
-        shard_size=options.shard_size,
-        val_fraction=options.val_fraction,
-        dataset=options.dataset or options.data_path.stem,
-        chat_format=options.chat_format,
-        skip_invalid=options.skip_invalid,
-        tokenizer_only=options.tokenizer_only,
-        restart=options.restart,
-    )
+    tokenize(**{**options.model_dump(), "dataset": options.dataset or options.data_path.stem})
     if options.tokenizer_only:
         return
     train, val = (meta(options.output_dir / "shards", split) for split in SPLITS)

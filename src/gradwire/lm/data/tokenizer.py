@@ -12,7 +12,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,7 +32,6 @@ TOKENIZER, CONFIG, ORIGIN = "tokenizer.json", "tokenizer_config.json", "origin.j
 TEMPLATE, OLD_TEMPLATE = "chat_template.jinja", "chat_template.json"  # or an entry of the configuration
 ROLES = ("eos_token", "pad_token", "bos_token", "unk_token")  # in the order in which missing ones are added
 FURTHER_ROLES = ("sep_token", "cls_token", "mask_token")
-LONG = 10_000  # characters of a word
 FIRST = 10.0  # seconds after which the first line is printed
 END, PAD = "<|endoftext|>", "<|pad|>"
 Places: TypeAlias = tuple[list[int], list[tuple[int, int]]]
@@ -98,18 +97,6 @@ class Tokenizer:
         model = json.loads(self.backend.to_str())["model"]
         token_id = model["unk_id"] if "unk_id" in model else self.backend.token_to_id(model.get("unk_token") or "")
         return None if token_id in (self.eos_id, self.pad_id) else token_id
-
-    @cached_property
-    def may_drop(self) -> bool:
-        """Whether a character may encode to nothing: no token is unknown, and the bytes are not all tokens."""
-        vocabulary = self.backend.get_vocab(with_added_tokens=False)
-        bytes_are = all(map(vocabulary.__contains__, pre_tokenizers.ByteLevel.alphabet()))
-        return self.unknown_id is None and not bytes_are and not getattr(self.backend.model, "byte_fallback", False)
-
-    def dropped(self, characters: Iterable[str]) -> list[str]:
-        """Return those of the characters, other than white space, that encode to nothing."""
-        visible = sorted(character for character in characters if not character.isspace())
-        return [character for character, ids in zip(visible, self.encode_batch(visible), strict=True) if not ids]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decode token ids, without special tokens."""
@@ -204,9 +191,16 @@ def _train(corpus_path: Path, vocab_size: int, skip_invalid: bool) -> tokenizers
         show_progress=False,
     )
     skipped = Invalid() if skip_invalid else None
-    texts = Texts(document.text for document in corpus.documents(corpus_path, skipped=skipped))
-    with progress(lambda: f"training the tokenizer on {texts.read}"):
-        backend.train_from_iterator(texts, trainer)
+    read = 0
+
+    def texts() -> Iterator[str]:
+        nonlocal read
+        for document in corpus.documents(corpus_path, skipped=skipped):
+            read += 1
+            yield document.text
+
+    with progress(lambda: f"training the tokenizer on {read:,} documents"):
+        backend.train_from_iterator(texts(), trainer)
     if backend.get_vocab_size() < vocab_size:
         print(
             f"gradwire tokenize: {corpus_path} yields {backend.get_vocab_size()} tokens, "
@@ -214,27 +208,6 @@ def _train(corpus_path: Path, vocab_size: int, skip_invalid: bool) -> tokenizers
             file=sys.stderr,
         )
     return backend
-
-
-class Texts:
-    """Yields texts and counts them; time grows with the square of the longest run without white space."""
-
-    def __init__(self, texts: Iterable[str]) -> None:
-        self._texts = texts
-        self._count = self._longest = 0
-
-    def __iter__(self) -> Iterator[str]:
-        for text in self._texts:
-            self._count += 1
-            if len(text) > self._longest:
-                self._longest = max(self._longest, *map(len, text.split()))
-            yield text
-
-    @property
-    def read(self) -> str:
-        """The number of texts so far, such as ``1,000 documents``."""
-        long = f", with {self._longest:,} characters in one word, which takes long" if self._longest > LONG else ""
-        return f"{self._count:,} documents{long}"
 
 
 def _byte_level(model: models.Model) -> tokenizers.Tokenizer:

@@ -12,9 +12,8 @@ import json
 import math
 import shutil
 import sys
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +25,7 @@ from numpy.typing import NDArray
 from gradwire.base.errors import BadInput
 from gradwire.base.files import atomic_write, sha256_file
 from gradwire.lm.data import corpus
+from gradwire.lm.data.batches import prefetch
 from gradwire.lm.data.chats import Format, Spans
 from gradwire.lm.data.document import Document, FirstSeen, Invalid
 from gradwire.lm.data.shards import (
@@ -42,7 +42,6 @@ from gradwire.lm.data.shards import (
 from gradwire.lm.data.tokenizer import Tokenizer, progress
 
 BATCH_CHARACTERS = 500_000  # tokenized at once: enough for all cores, yet small in memory
-BATCHES_AHEAD = 2
 
 Waiting = list[tuple[str, Document]]  # documents with their splits
 
@@ -52,9 +51,6 @@ class Encoded(NamedTuple):
 
     tokens: Sequence[int]
     is_target: NDArray[np.bool_] | None = None
-
-
-Encoding = tuple[Waiting, Future[list[Encoded]]]
 
 
 def split_of(document_id: str, val_fraction: float) -> str:
@@ -230,10 +226,10 @@ def _write(writers: dict[str, SplitWriter], corpus_path: Path, tokenizer: Tokeni
     done = {split: writer.meta["processed_documents"] for split, writer in writers.items()}
     skipped = Invalid() if next(iter(writers.values())).meta["skip_invalid"] else None
     documents = Noticed(corpus.documents(corpus_path, chats=chats, skipped=skipped))
-    waiting = remaining(documents, done, val_fraction)
-    characters: set[str] = set()
-    for split, document, encoding in encoded(waiting, tokenizer, characters if tokenizer.may_drop else None):
-        writers[split].add(document.id, encoding)
+    batches = prefetch(_batches(remaining(documents, done, val_fraction)))
+    for batch, encodings in prefetch((batch, encode(tokenizer, [text for _, text in batch])) for batch in batches):
+        for (split, document), encoding in zip(batch, encodings, strict=True):
+            writers[split].add(document.id, encoding)
     if skipped is not None and skipped.count:
         print(f"gradwire tokenize: NOTE: left out by --skip_invalid: {skipped.report(corpus_path)}", file=sys.stderr)
     for split, writer in writers.items():
@@ -245,7 +241,7 @@ def _write(writers: dict[str, SplitWriter], corpus_path: Path, tokenizer: Tokeni
             )
         if not writer.targets.any():
             raise BadInput(f"{corpus_path}: no sample in {split} has a target; use more documents or --max_length.")
-    note_unknown(np.sum([writer.targets for writer in writers.values()], axis=0), characters, tokenizer)
+    note_unknown(np.sum([writer.targets for writer in writers.values()], axis=0), tokenizer)
     if documents.named_like_parts:
         refuse_shared_ids(writers.values(), corpus_path)
     counts = {"chats": documents.chats, "left_out": 0 if skipped is None else skipped.count}
@@ -283,39 +279,14 @@ def remaining(
             yield split, document
 
 
-def note_unknown(targets: np.ndarray, characters: set[str], tokenizer: Tokenizer) -> None:
-    """Print what the tokenizer has no token for: how many targets are its unknown token, or which characters are lost.
-
-    Args:
-        targets: Their counts by token, ``[vocab_size]``.
-        characters: The texts' characters, if the tokenizer may drop some.
-        tokenizer: The tokenizer.
-    """
-    note = "gradwire tokenize: NOTE: the tokenizer does not know all of the corpus"
+def note_unknown(targets: np.ndarray, tokenizer: Tokenizer) -> None:
+    """Print how many targets, of which there are ``targets`` by token, are the tokenizer's unknown token."""
     if tokenizer.unknown_id is not None and (count := targets[tokenizer.unknown_id]):
-        print(f"{note}: {count:,} of {targets.sum():,} targets are its unknown token.", file=sys.stderr)
-    if dropped := tokenizer.dropped(characters):
-        shown = ", ".join(map(repr, dropped[:5]))
-        print(f"{note}: {len(dropped):,} characters have no token and are left out, such as {shown}.", file=sys.stderr)
-
-
-def encoded(
-    waiting: Iterable[tuple[str, Document]], tokenizer: Tokenizer, characters: set[str] | None = None
-) -> Iterator[tuple[str, Document, Encoded]]:
-    """Tokenize in batches, each text with its end token, up to ``BATCHES_AHEAD`` of them ahead of the caller.
-
-    All characters of the texts are added to ``characters``, if it is given.
-    """
-    with ThreadPoolExecutor(BATCHES_AHEAD) as workers:
-        running: deque[Encoding] = deque()
-        for batch in _batches(waiting):
-            if characters is not None:
-                characters.update(*(document.text for _, document in batch))
-            running.append((batch, workers.submit(encode, tokenizer, [document for _, document in batch])))
-            if len(running) > BATCHES_AHEAD:
-                yield from _finished(*running.popleft())
-        for batch, result in running:
-            yield from _finished(batch, result)
+        print(
+            f"gradwire tokenize: NOTE: the tokenizer does not know all of the corpus: {count:,} of {targets.sum():,} "
+            "targets are its unknown token.",
+            file=sys.stderr,
+        )
 
 
 def refuse_shared_ids(writers: Iterable[SplitWriter], corpus_path: Path) -> None:
@@ -324,28 +295,18 @@ def refuse_shared_ids(writers: Iterable[SplitWriter], corpus_path: Path) -> None
     Document ids are, so only sample k of a document ``X`` and a document with the id ``X#k`` can collide.
 
     Raises:
-        BadInput: If two samples share an id; the message names both documents' positions.
+        BadInput: If two samples share an id.
     """
     seen = FirstSeen()
     for writer in writers:
         for shard in tables(writer.folder, writer.meta):
             for sample_id in shard["sample_ids"]:
                 if seen.add(sample_id, 0) is not None:
-                    raise _shared(sample_id, corpus_path)
-
-
-def _shared(sample_id: str, corpus_path: Path) -> BadInput:
-    whole_document = sample_id.rpartition("#")[0]
-    positions = {
-        document.id: document.position
-        for document in corpus.documents(corpus_path, skipped=Invalid())
-        if document.id in (whole_document, sample_id)
-    }
-    return BadInput(
-        f"{corpus_path}: documents {positions[whole_document]} and {positions[sample_id]} (counted from 0) have "
-        f"samples with the same id {sample_id!r}: the first is cut into {whole_document}#0, {whole_document}#1, …, the "
-        "second has this id; rename one."
-    )
+                    whole = sample_id.rpartition("#")[0]
+                    raise BadInput(
+                        f"{corpus_path}: two samples have the id {sample_id!r}: that of a document, and of a part of "
+                        f"the document {whole!r}, which is cut into {whole}#0, {whole}#1, …; rename one."
+                    )
 
 
 def encode(tokenizer: Tokenizer, documents: Sequence[Document]) -> list[Encoded]:
@@ -385,11 +346,6 @@ def are_targets(places: Sequence[tuple[int, int]], spans: Spans) -> NDArray[np.b
     for start, end in spans:
         inside |= (starts < end) & (ends > start)
     return inside
-
-
-def _finished(batch: Waiting, result: Future[list[Encoded]]) -> Iterator[tuple[str, Document, Encoded]]:
-    for (split, document), encoding in zip(batch, result.result(), strict=True):
-        yield split, document, encoding
 
 
 def _batches(waiting: Iterable[tuple[str, Document]]) -> Iterator[Waiting]:
