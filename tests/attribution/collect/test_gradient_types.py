@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from changed_store import collected_by
 from small_model import make, origin
 from transformers import AutoConfig
 
@@ -168,21 +169,12 @@ def test_a_collection_of_any_kind_is_what_the_loop_gives(small, tmp_path, grad_t
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("projection", [name for name in PROJECTORS if name != "none"])  # that one is below
-def test_sharded_weights_give_the_rows_of_whole_ones(small, tmp_path, projection):
+def test_sharded_weights_give_the_rows_of_whole_ones(world, small, tmp_path, projection):
     options = ["--projection", projection, "--batch_size", "2"]
     whole = rows_of(collect(small, tmp_path / "whole", *options))
-    words = [
-        "--model_dir",
-        small.model,
-        "--data_path",
-        small.shards,
-        "--output_path",
-        tmp_path / "sharded",
-        "--dim",
-        36,
-    ]
-    words += ["--max_samples", SAMPLES, "--save_interval", 3, *options, "--strategy", "fsdp2"]
-    assert cli.main(["launch", "--world_size", "2", "--", "grads", "collect", *map(str, words)]) == 0
+    given = {"model_dir": small.model, "data_path": small.shards, "dim": (36,), "max_samples": SAMPLES}
+    given |= {"save_interval": 3, "projection": projection, "batch_size": 2, "strategy": "fsdp2"}
+    collected_by(world(2), tmp_path / "sharded", **given)
     for rank in range(2):
         block = rows_of(tmp_path / "sharded", rank)
         assert len(block.ids) == 4

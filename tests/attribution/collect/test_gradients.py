@@ -23,7 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from changed_store import copied, edit, sign
+from changed_store import collected_by, copied, edit, sign
 from small_model import MAX_LENGTH, make, origin
 
 from gradwire import cli
@@ -50,18 +50,19 @@ def small(tmp_path_factory):
     return make(tmp_path_factory.mktemp("gradients"))
 
 
-def options(small, run, **changes):
-    chosen = {
+def chosen(small):
+    return {
         "model_dir": small.model,
         "data_path": small.shards,
-        "output_path": run,
         "max_samples": SAMPLES,
         "dim": DIMS,
         "save_interval": INTERVAL,
-        **changes,
     }
+
+
+def options(small, run, **changes):
     words = ["grads", "collect"]
-    for name, value in chosen.items():
+    for name, value in {**chosen(small), "output_path": run, **changes}.items():
         words += [f"--{name}", *map(str, value if isinstance(value, tuple) else [value])]
     return words
 
@@ -85,11 +86,9 @@ def alone(unmerged, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def unmerged_pair(small, tmp_path_factory):
+def unmerged_pair(world, small, tmp_path_factory):
     """The same run on two ranks, collected only."""
-    run = tmp_path_factory.mktemp("unmerged") / "run"
-    assert cli.main(["launch", "--world_size", "2", "--", *options(small, run)]) == 0
-    return run
+    return collected_by(world(2), tmp_path_factory.mktemp("unmerged") / "run", **chosen(small))
 
 
 @pytest.fixture(scope="module")
@@ -110,12 +109,19 @@ def run(pair, tmp_path):
     return copied(pair, tmp_path / "run")
 
 
-@pytest.fixture
-def discarded(run):
-    """A copy in which a row is in one place."""
+@pytest.fixture(scope="module")
+def discarded_pair(pair, tmp_path_factory):
+    """The run on two ranks, in which a row is in one place."""
+    run = copied(pair, tmp_path_factory.mktemp("discarded") / "run")
     for dim in DIMS:
         assert cli.main(["grads", "aggregate", "--base_path", str(run), "--dim", str(dim), "--discard_parts"]) == 0
     return run
+
+
+@pytest.fixture
+def discarded(discarded_pair, tmp_path):
+    """A copy of that, to be changed."""
+    return copied(discarded_pair, tmp_path / "discarded")
 
 
 def merged(run, dim=DIMS[0]):
@@ -321,15 +327,12 @@ def test_all_files_of_the_contract_stay(unmerged, alone, pair):
     assert all(path.stat().st_nlink == 1 for path in pair.rglob("*") if path.is_file())
 
 
-def test_discarded_parts_leave_a_row_in_one_place(small, pair, unmerged_pair, discarded, tmp_path):
+def test_discarded_parts_leave_a_row_in_one_place(pair, discarded):
     kept = ("all_ids.pkl", "all_meta.parquet")
     files = sorted([*of_rank(0, (), kept), *of_rank(1, (), kept), *MERGED_FILES])
     assert written(discarded) == files
     assert {path: sha256_file(discarded / path) for path in files} == {path: sha256_file(pair / path) for path in files}
     assert cli.main(["grads", "validate", "--output_dir", str(discarded), "--recompute", "2"]) == 0
-    run = copied(unmerged_pair, tmp_path / "collected")
-    assert cli.main(["launch", "--world_size", "2", "--", *options(small, run), "--discard_parts"]) == 0
-    assert written(run) == sorted([*of_rank(0, ()), *of_rank(1, ())])
 
 
 def test_parts_are_not_discarded_for_rows_in_another_folder(run, tmp_path, capsys):
@@ -355,15 +358,13 @@ def test_the_size_of_a_large_collection_is_printed(capsys, changes, discard, pri
     assert printed in said and bool(said) == bool(printed)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("discard", [[], ["--discard_parts"]])
-def test_a_merged_collection_is_merged_again_and_collected_no_more(small, alone, pair, tmp_path, ranks, discard):
+@pytest.mark.parametrize(("ranks", "discard"), [(1, []), (2, ["--discard_parts"])])
+def test_a_merged_collection_is_merged_again_and_collected_no_more(world, small, alone, pair, tmp_path, ranks, discard):
     run = copied({1: alone, 2: pair}[ranks], tmp_path / "run")
     aggregate = ["grads", "aggregate", "--base_path", str(run), "--dim", "64"]
     assert cli.main([*aggregate, *discard]) == 0
     before = {path: sha256_file(run / path) for path in written(run)}
-    launch = ["launch", "--world_size", "2", "--"] * (ranks - 1)
-    assert cli.main([*launch, *options(small, run)]) == 0
+    collected_by(world(ranks), run, **chosen(small))
     assert cli.main(aggregate) == 0
     assert {path: sha256_file(run / path) for path in written(run)} == before
     assert cli.main([*aggregate, "--output_dir", str(tmp_path / "copy")]) == 0
@@ -371,18 +372,25 @@ def test_a_merged_collection_is_merged_again_and_collected_no_more(small, alone,
     assert written(run) == sorted(before)
 
 
-def test_a_ranks_rows_that_are_lost_are_joined_again(small, run, pair):
+def test_a_ranks_rows_that_are_lost_are_joined_again(small, alone, tmp_path):
+    run = copied(alone, tmp_path / "run")
     for name in ("rank_0/dim64/all_orig.pt", "rank_0/dim100/all_ids.pkl"):
         (run / name).unlink()
     assert cli.main(["grads", "validate", "--output_dir", str(run)]) == 1
-    assert cli.main(["launch", "--world_size", "2", "--", *options(small, run)]) == 0
+    assert cli.main(options(small, run)) == 0
     assert cli.main(["grads", "validate", "--output_dir", str(run)]) == 0
     assert {path: sha256_file(run / path) for path in written(run)} == {
-        path: sha256_file(pair / path) for path in written(pair)
+        path: sha256_file(alone / path) for path in written(alone)
     }
 
 
-@pytest.mark.parametrize("launch", [[], ["launch", "--world_size", "1", "--"]], ids=["verb", "launch"])
+@pytest.mark.parametrize(
+    "launch",
+    [
+        pytest.param([], id="verb"),
+        pytest.param(["launch", "--world_size", "1", "--"], id="launch", marks=pytest.mark.full),
+    ],
+)
 def test_a_reader_that_leaves_is_no_failure_of_the_verb(alone, tmp_path, launch):
     run, (reading, writing) = copied(alone, tmp_path / "run"), os.pipe()
     os.close(reading)
@@ -471,7 +479,8 @@ def test_gradient_checkpointing_gives_the_same_rows(small, tmp_path, monkeypatch
 
     monkeypatch.setattr(loop, "losses_of", counted)
     for run, further in (("less", ["--gradient_checkpointing"]), ("plain", [])):
-        assert cli.main([*options(small, tmp_path / run, method=method), "--device", "cpu", *further]) == 0
+        words = options(small, tmp_path / run, method=method, max_samples=4, dim=64)
+        assert cli.main([*words, "--device", "cpu", *further]) == 0
     assert written(tmp_path / "less") == written(tmp_path / "plain")
     for path in written(tmp_path / "plain"):
         assert sha256_file(tmp_path / "less" / path) == sha256_file(tmp_path / "plain" / path), path
@@ -1198,15 +1207,13 @@ def check_is_found(plant, run, name, capsys):
     assert stored["passed"] is False
     assert str(path) in " ".join(check["detail"] for check in failed if check["name"].endswith(name))
     assert str(path) in capsys.readouterr().err
-    assert cli.main(["grads", "validate", "--output_dir", str(run), "--dim", "100"]) == 0
 
 
-@pytest.mark.parametrize("discarded_", [False, True])
-@pytest.mark.parametrize("name", NAMES)
-def test_a_lost_file_of_the_merged_rows_is_one_problem(run, request, name, discarded_, capsys):
-    if discarded_:
-        request.getfixturevalue("discarded")
+@pytest.mark.parametrize(("name", "folder"), [*((name, "run") for name in NAMES), (NAMES[0], "discarded")])
+def test_a_lost_file_of_the_merged_rows_is_one_problem(request, name, folder, capsys):
+    run = request.getfixturevalue(folder)
     (run / "dim64" / name).unlink()
+    assert cli.main(["grads", "validate", "--output_dir", str(run), "--dim", "100"]) == 0
     assert cli.main(["grads", "validate", "--output_dir", str(run), "--dim", "64"]) == 1
     _, *problems = capsys.readouterr().err.splitlines()
     assert problems == [f"  dim64: files complete: {run / 'dim64' / name} is missing"]

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from changed_store import copied, edit
+from changed_store import collected_by, copied, edit
 from data_samples import tokenize_words, write_corpus
 from test_targets import DOCUMENTS, LENGTH, by_hand, load
 
@@ -49,15 +49,18 @@ def main(*words):
     assert cli.main([*map(str, words)]) == 0
 
 
-def collect(made, run, *words, ranks=1):
+def collect(made, run, *words):
     corpus, _, model = made
     flags = ["--model_dir", model, "--data_path", corpus, "--cache_dir", corpus.parent, "--output_path", run, *words]
-    command = ["grads", "collect", *map(str, flags)]
-    return cli.main(command if ranks == 1 else ["launch", "--world_size", str(ranks), "--", *command])
+    return cli.main(["grads", "collect", *map(str, flags)])
 
 
-def merged(made, run, dim, *words, ranks=1):
-    assert collect(made, run, "--dim", dim, "--seed", SEED, *words, ranks=ranks) == 0
+def merged(made, run, dim, *words):
+    assert collect(made, run, "--dim", dim, "--seed", SEED, *words) == 0
+    return aggregated(run, dim)
+
+
+def aggregated(run, dim):
     main("grads", "aggregate", "--base_path", run, "--dim", dim)
     main("grads", "validate", "--output_dir", run, "--recompute", 7)
     return store.read(store.all_names(run / f"dim{dim}"))
@@ -118,10 +121,12 @@ def test_rows_of_a_samples_tokens_add_up_to_its_row(made, tmp_path, loss, projec
         pytest.param("token", "sjlt", "ddp", marks=pytest.mark.sweep),
     ],
 )
-def test_two_ranks_collect_the_rows_of_one(made, tmp_path, unit, projection, strategy):
-    words = ["--rows", unit, "--projection", projection, "--save_interval", 3, "--max_samples", 5]
-    alone = merged(made, tmp_path / "alone", DIM, *words)
-    together = merged(made, tmp_path / "pair", DIM, *words, "--device", "cpu", "--strategy", strategy, ranks=2)
+def test_two_ranks_collect_the_rows_of_one(world, made, tmp_path, unit, projection, strategy):
+    given = {"rows": unit, "projection": projection, "save_interval": 3, "max_samples": 5}
+    alone = merged(made, tmp_path / "alone", DIM, *(word for name, of in given.items() for word in (f"--{name}", of)))
+    given |= {"model_dir": made[2], "data_path": made[0], "cache_dir": made[0].parent, "dim": (DIM,), "seed": SEED}
+    run = collected_by(world(2), tmp_path / "pair", strategy=strategy, **given)
+    together = aggregated(run, DIM)
     assert alone.ids == together.ids
     torch.testing.assert_close(alone.rows, together.rows, rtol=1e-4, atol=1e-5)
 

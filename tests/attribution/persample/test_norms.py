@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 from functools import cache
+from itertools import product
 
 import pyarrow.parquet as pq
 import pytest
@@ -16,10 +17,12 @@ from diagonals import diagonals
 from small_model import make
 
 from gradwire import cli
+from gradwire.attribution.collect import norms as table_of
 from gradwire.attribution.persample import hooks, loop, norms
 from gradwire.attribution.persample.batch import trainable
 from gradwire.base.errors import BadInput, CheckFailed, NonFiniteGradient
 from gradwire.comm.collectives import ops
+from gradwire.comm.collectives.world import World
 from gradwire.comm.parallel import wrap
 from gradwire.lm.data.batches import Batch
 from gradwire.lm.data.shards import Shards
@@ -99,15 +102,20 @@ def test_norms_are_right_in_every_layout(world, strategy, reduction, layout, kin
         assert found == pytest.approx(wanted, rel=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["tied", "untied", "lora"])
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_norms_of_every_kind_of_model(world, kind, reduction):
-    if kind == "lora":
-        pytest.importorskip("peft")
-    wanted = exact(kind, reduction)
-    for held in ("complete", "partial"):
-        for found in world(2).run(in_layout, "ddp", held, "replicated", kind, reduction):
-            assert found == pytest.approx(wanted, rel=1e-4)
+def of_kinds(rank, world, group, kinds):
+    return [
+        in_layout(rank, world, group, "ddp", held, "replicated", kind, reduction)
+        for kind, reduction in kinds
+        for held in ("complete", "partial")
+    ]
+
+
+def test_norms_of_every_kind_of_model(world):
+    pytest.importorskip("peft")
+    kinds = [*product(["tied", "untied", "lora"], ["mean", "sum"])]
+    for found in world(2).run(of_kinds, kinds):
+        for kind, *of_kind in zip(kinds, found[::2], found[1::2], strict=True):
+            assert of_kind == [pytest.approx(exact(*kind), rel=1e-4)] * 2, kind
 
 
 def summed(rank, world, group):
@@ -125,8 +133,11 @@ def test_summing_complete_squares_inflates_norms_by_the_root_of_the_ranks(world)
             assert ratios == pytest.approx([math.sqrt(size)] * len(ratios), rel=1e-4)
 
 
-def refused(rank, world, group, case):
-    model = built("tied")
+def refused(rank, world, group, cases):
+    return [refusal(rank, world, group, case) for case in cases]
+
+
+def refusal(rank, world, group, case):
     try:
         if case == "partial of distributed":
             batch = dealt(rank, world, "distributed")
@@ -146,25 +157,24 @@ def refused(rank, world, group, case):
             norms.layout_of(batch, "auto", group)
     except (BadInput, CheckFailed) as error:
         return str(error)
-    del model
     return "nothing"
 
 
-@pytest.mark.parametrize(
-    ("case", "message"),
-    [
-        ("partial of distributed", "the ranks' shares belong to different samples"),
-        ("averaged", "invalid scope 'averaged'"),
-        ("disagree", "two squared norms of sample 'a' differ, 1 and 2"),
-        ("overlap", "the ranks share 's0', 's1' (2 in all) but not all samples"),
-        ("sizes", "batches of 2, 3 samples"),
-        ("content", "sample 's0' has different tokens on rank 1"),
-        ("declared otherwise", "--distribution distributed: the ranks' samples are replicated"),
-    ],
-)
-def test_what_cannot_be_right_is_refused_on_every_rank(world, case, message):
-    for refusal in world(2).run(refused, case):
-        assert message in refusal
+REFUSED = {
+    "partial of distributed": "the ranks' shares belong to different samples",
+    "averaged": "invalid scope 'averaged'",
+    "disagree": "two squared norms of sample 'a' differ, 1 and 2",
+    "overlap": "the ranks share 's0', 's1' (2 in all) but not all samples",
+    "sizes": "batches of 2, 3 samples",
+    "content": "sample 's0' has different tokens on rank 1",
+    "declared otherwise": "--distribution distributed: the ranks' samples are replicated",
+}
+
+
+def test_what_cannot_be_right_is_refused_on_every_rank(world):
+    for refusals in world(2).run(refused, [*REFUSED]):
+        for said, message in zip(refusals, REFUSED.values(), strict=True):
+            assert message in said
 
 
 class Mixing(torch.nn.Module):
@@ -210,20 +220,21 @@ class Past(torch.nn.Module):
         return torch.nn.functional.linear(x, self.layer.weight, self.layer.bias)
 
 
-@pytest.mark.parametrize(("kind", "name"), [(Odd, "scale"), (Past, "a parameter")])
-def test_an_unknown_layer_with_sharded_weights_is_refused(world, kind, name):
-    (refusal,) = world(1).run(sharded_and_odd, kind)
-    assert f"{name} is sharded and used by an unsupported layer or outside its layer" in refusal
+def test_an_unknown_layer_with_sharded_weights_is_refused(world):
+    (refusals,) = world(1).run(sharded_and_odd)
+    for said, name in zip(refusals, ("scale", "a parameter"), strict=True):
+        assert f"{name} is sharded and used by an unsupported layer or outside its layer" in said
 
 
-def sharded_and_odd(rank, world, group, kind):
-    model = built("tied")
-    model.transformer.ln_f = torch.nn.Sequential(model.transformer.ln_f, kind())
-    try:
-        norms.norms(wrap(model, "fsdp2", device="cpu"), batch_of(range(SAMPLES)))
-    except BadInput as error:
-        return str(error)
-    return "nothing"
+def sharded_and_odd(rank, world, group):
+    refusals = []
+    for kind in (Odd, Past):
+        model = built("tied")
+        model.transformer.ln_f = torch.nn.Sequential(model.transformer.ln_f, kind())
+        with pytest.raises(BadInput) as refusal:
+            norms.norms(wrap(model, "fsdp2", device="cpu"), batch_of(range(SAMPLES)))
+        refusals.append(str(refusal.value))
+    return refusals
 
 
 def test_the_ranks_share_the_layers_out():
@@ -248,28 +259,27 @@ def words(small, output, *more):
     return [str(word) for word in (*base, "--max_samples", 11, "--batch_size", 3, *more)]
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        pytest.param(["--strategy", "fsdp2"], id="distributed"),
-        pytest.param(["--distribution", "replicated"], id="replicated", marks=pytest.mark.sweep),
-        pytest.param(["--batch_size", str(2**31 - 1)], id="in one batch"),
-    ],
-)
-def test_the_verb_writes_one_table_whatever_the_ranks(small, tmp_path, more):
+def rows_of_a_rank(rank, ranks, group, options):
+    shards = options.samples(rank)
+    return table_of.collect(shards, options, World(rank, rank, ranks, "gloo", torch.device("cpu")))
+
+
+def test_the_verb_writes_one_table_whatever_the_ranks(world, small, tmp_path):
     assert cli.main(words(small, tmp_path / "one")) == 0
     table = pq.read_table(tmp_path / "one" / "norms.parquet").to_pylist()
     shards = Shards(small.shards, "train")
     assert [row["id"] for row in table] == [shards[at].sample_id for at in range(11)]
     assert list(table[0]) == ["id", "norm", "loss", "n_valid"]
-    launch = ["launch", "--world_size", "2", "--"]
-    ranks = [] if "--batch_size" in more else launch
-    assert cli.main([*ranks, *words(small, tmp_path / "two", *more)]) == 0
-    other = pq.read_table(tmp_path / "two" / "norms.parquet").to_pylist()
-    for one, two in zip(table, other, strict=True):
-        assert (one["id"], one["n_valid"]) == (two["id"], two["n_valid"])
-        assert two["norm"] == pytest.approx(one["norm"], rel=1e-4)
-        assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)
+    assert cli.main(words(small, tmp_path / "two", "--batch_size", str(2**31 - 1))) == 0
+    others = [pq.read_table(tmp_path / "two" / "norms.parquet").to_pylist()]
+    given = {"model_dir": small.model, "data_path": small.shards, "output_dir": tmp_path, "max_samples": 11}
+    for more in ({"strategy": "fsdp2"}, {"distribution": "replicated"}):
+        others += world(2).run(rows_of_a_rank, table_of.Options(**given, batch_size=3, **more))
+    for other in others:
+        for one, two in zip(table, other, strict=True):
+            assert (one["id"], one["n_valid"]) == (two["id"], two["n_valid"])
+            assert two["norm"] == pytest.approx(one["norm"], rel=1e-4)
+            assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)
 
 
 def test_a_method_of_choice_and_halved_batches_give_the_same_norms(small, tmp_path, monkeypatch, capfd):

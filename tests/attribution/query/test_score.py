@@ -14,7 +14,9 @@ from gradwire import cli
 from gradwire.attribution.collect import ekfac, rows
 from gradwire.attribution.persample import loop
 from gradwire.attribution.persample.batch import shapes
+from gradwire.attribution.query import score
 from gradwire.base.files import sha256_file
+from gradwire.comm.collectives.world import World
 from gradwire.lm.data.batches import collate
 from gradwire.lm.data.shards import Shards
 from gradwire.lm.models import causal, saved
@@ -123,8 +125,14 @@ def test_a_call_that_failed_before_its_first_score_leaves_the_folder_free(small,
     assert "scores of another metric" in capsys.readouterr().err
 
 
-def test_two_ranks_give_the_scores_of_one(small, tmp_path):
+def scored_by_a_rank(rank, ranks, group, given):
+    score.score_share(score.Options(**given), World(rank, rank, ranks, "gloo", torch.device("cpu")))
+
+
+def test_two_ranks_give_the_scores_of_one(world, small, tmp_path):
     assert cli.main(words(small, tmp_path / "one", "--metric", "dot")) == 0
-    assert cli.main(["launch", "--world_size", "2", "--", *words(small, tmp_path / "two", "--metric", "dot")]) == 0
+    given = {"model_dir": small.model, "data_path": small.shards, "max_samples": SAMPLES, "save_interval": 4}
+    given |= {"query_path": small.shards, "query_split": "val", "metric": "dot", "output_dir": tmp_path / "two"}
+    world(2).run(scored_by_a_rank, given)
     one, two = (np.load(tmp_path / name / "matrix.npy") for name in ("one", "two"))
     np.testing.assert_allclose(two, one, rtol=1e-4, atol=1e-6 * np.abs(one).max())

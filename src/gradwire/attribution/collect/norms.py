@@ -78,28 +78,29 @@ def main(options: Options) -> None:
     if "RANK" not in os.environ:
         preflight(options)
 
-    from gradwire.comm import parallel
     from gradwire.comm.collectives.world import process_group
-    from gradwire.lm.models import causal
 
     with process_group(**rank_options(options)) as world:
         shards = options.samples(world.rank)
-        model: nn.Module = causal.load_finite(options.model_dir)
-        if options.strategy == "fsdp2":
-            model = parallel.wrap(model, "fsdp2", device=world.device)
-        rows = collect(model.to(world.device), shards, options, world)
+        rows = collect(shards, options, world)
         if world.rank == 0:
             _check(rows, shards, options, world)
             _write(options.output_dir / FILE, rows)
             print(f"norms of {shards.describe(len(rows))} in {options.output_dir / FILE}")
 
 
-def collect(model: nn.Module, shards: Shards, options: Options, world: World) -> list[dict[str, Any]]:
+def collect(shards: Shards, options: Options, world: World) -> list[dict[str, Any]]:
     """Compute the table's rows, in data order, on all ranks."""
     from gradwire.attribution.persample import norms
+    from gradwire.comm import parallel
     from gradwire.comm.collectives import ops
     from gradwire.lm.data.batches import eval_batches
+    from gradwire.lm.models import causal
 
+    model: nn.Module = causal.load_finite(options.model_dir)
+    if options.strategy == "fsdp2":
+        model = parallel.wrap(model, "fsdp2", device=world.device)
+    model = model.to(world.device)
     replicated = options.distribution == "replicated"
     scope: norms.NormScope = "partial" if replicated and world.world_size > 1 else "complete"
     names = norms.share(model, world.rank, world.world_size) if scope == "partial" else None

@@ -85,16 +85,9 @@ def preflight(options: Options) -> None:
 
 def of_queries(options: Options) -> SampleOptions:
     """Return the options of the queries."""
-    return SampleOptions(
-        model_dir=options.model_dir,
-        data_path=options.query_path,
-        split=options.query_split,
-        max_samples=options.queries,
-        max_length=options.max_length,
-        chat_format=options.chat_format,
-        skip_invalid=options.skip_invalid,
-        cache_dir=options.cache_dir,
-    )
+    shared = {name: getattr(options, name) for name in SampleOptions.model_fields}
+    of_their_own = {"data_path": options.query_path, "split": options.query_split, "max_samples": options.queries}
+    return SampleOptions(**{**shared, **of_their_own})
 
 
 def intended(options: Options, world_size: int) -> tuple[Provenance, Provenance]:
@@ -162,22 +155,29 @@ def main(options: Options) -> None:
     if "RANK" not in os.environ:
         preflight(options)
 
-    from gradwire.comm.collectives import ops
-    from gradwire.comm.collectives.world import all_alive, process_group
+    from gradwire.comm.collectives.world import process_group
 
     with process_group(**rank_options(options)) as world:
-        train, queries = intended(options, world.world_size)
-        shards, asked = options.samples(world.rank), of_queries(options).samples(world.rank)
-        settings = settings_of(options, train, queries, asked)
-        claim(options.output_dir, settings)
-        if not all((options.output_dir / name).is_file() for name in (MATRIX, SCORES)):
-            with all_alive(world, options.timeout) as check:
-                score(options, train, queries, shards, asked, world, check)
-            ops.gather_objects(None)  # all ranks have written their scores
-            if world.rank == 0:
-                join(options.output_dir, train, shards, len(settings["columns"]))
+        score_share(options, world)
+
+
+def score_share(options: Options, world: World) -> None:
+    """Do what `main` does, on a rank of a process group."""
+    from gradwire.comm.collectives import ops
+    from gradwire.comm.collectives.world import all_alive
+
+    train, queries = intended(options, world.world_size)
+    shards, asked = options.samples(world.rank), of_queries(options).samples(world.rank)
+    settings = settings_of(options, train, queries, asked)
+    claim(options.output_dir, settings)
+    if not all((options.output_dir / name).is_file() for name in (MATRIX, SCORES)):
+        with all_alive(world, options.timeout) as check:
+            score(options, train, queries, shards, asked, world, check)
+        ops.gather_objects(None)  # all ranks have written their scores
         if world.rank == 0:
-            print(f"scores of {shards.describe(train.samples)} for {queries.samples} queries in {options.output_dir}")
+            join(options.output_dir, train, shards, len(settings["columns"]))
+    if world.rank == 0:
+        print(f"scores of {shards.describe(train.samples)} for {queries.samples} queries in {options.output_dir}")
 
 
 def score(
