@@ -172,6 +172,23 @@ def test_a_curvature_that_cannot_be_used_is_refused(stores, tmp_path, capsys):
     assert not list((tmp_path / "out").glob("*.parquet"))
 
 
+def test_exact_duplicates_in_the_corpus_are_passed_over(stores, tmp_path, capsys):
+    small, of = stores
+    texts = {one["id"]: f"{number % 2}" for number, one in enumerate(json.loads(small.corpus.read_text()))}
+    corpus = tmp_path / "corpus.json"
+    corpus.write_text(json.dumps([{"id": id_, "title": "", "text": text} for id_, text in texts.items()]))
+    assert influence(tmp_path, [of["train"]], [of["val"]], "--corpus", corpus, "--top_k", "5") == 0
+    table, wanted, repeated = pq.read_table(tmp_path / "scores.parquet").to_pydict(), {}, 0
+    for id_ in [table["sample_id"][at] for at in np.argsort(-np.array(table["score"]), kind="stable")]:
+        document, _, part = id_.partition("#")
+        repeated += (texts[document], part) in wanted and len(wanted) < 5
+        if len(wanted) < 5:
+            wanted.setdefault((texts[document], part), id_)
+    top = [json.loads(line)["sample_id"] for line in (tmp_path / "top.jsonl").read_text().splitlines()]
+    assert top == [*wanted.values()] and repeated
+    assert f"; {repeated} exact duplicates are passed over\n" in capsys.readouterr().out
+
+
 def test_stores_that_do_not_belong_together_are_refused(stores, tmp_path, capsys):
     _, of = stores
 

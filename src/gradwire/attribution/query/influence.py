@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from gradwire.attribution.query.search import Store
 
-MATRIX = "matrix.npy"
+MATRIX, TOP = "matrix.npy", "top.jsonl"
 LEARNING_RATE = "learning_rate"
 # Fields that are equal for training and validation.
 SAME = ("model_digest", "lora", "of_modules", "dim", "projection", "seed", "fingerprint", "loss")
@@ -57,7 +57,9 @@ class Options(CurvatureOptions):
     )
     matrix: bool = Field(False, description=f"also write the score of each pair: {MATRIX}")
     top_k: Count = Field(100, description="number of samples to select")
-    corpus: Path | None = Field(None, description="corpus file; adds the selected samples' documents")
+    corpus: Path | None = Field(
+        None, description="corpus file; adds the selected samples' documents, and passes exact duplicates over"
+    )
     output_dir: Path = Field(description="folder for scores.parquet, top.jsonl, influence.json")
 
     @model_validator(mode="after")
@@ -73,19 +75,53 @@ def output_dir(options: Options) -> Path:
 
 
 def main(options: Options) -> None:
-    """Score every training sample and select the best.
+    """Score every training sample and select the best; of those with the same content, the first.
 
     Raises:
-        BadInput: If the stores are incompatible, or a selected sample's document is not in the corpus.
+        BadInput: If the stores are incompatible, or a sample's document is not in the corpus.
     """
     import numpy as np
 
-    from gradwire.attribution.query.search import groups_of, open_store, order_of
-    from gradwire.attribution.query.searcher import documents_of
-    from gradwire.attribution.store.row_file import npy_writer
-    from gradwire.lm.data.document import content
+    from gradwire.attribution.query.search import order_of
 
-    damping = options.chosen_damping
+    pairs, weights = opened(options)
+    train, validation = pairs[0]
+    ids, asked = train.rows.ids, validation.rows.ids
+    names, groups = grouped(options.over, [validation.manifest.sample_id(id_) for id_ in asked], options.subtasks)
+    of_groups = scored(options, pairs, weights, names, groups)
+    scores = of_groups.max(1)
+    best, repeated = selected(options, train, order_of(scores))
+    write_scores(options.output_dir / "scores.parquet", ids, names, of_groups)
+    write_top(options, train, best, scores, [names[column] for column in of_groups.argmax(1)] if names else None)
+    write_json(
+        options.output_dir / "influence.json",
+        {
+            "train": [str(path) for path in options.train],
+            "validation": [str(path) for path in options.validation],
+            "weights": weights,
+            "metric": options.metric,
+            "over": options.over,
+            "subtasks": dict(zip(names, np.bincount(groups).tolist(), strict=True)) if names else None,
+            "columns": asked if options.matrix else None,
+            "curvature": options.curvature,
+            "damping": options.chosen_damping,
+            "samples": len(ids),
+            "top_k": len(best),
+            "repeated": repeated,
+        },
+    )
+    note = f"; {repeated} exact duplicates are passed over" if repeated else ""
+    print(f"{len(best)} of {len(ids)} samples selected in {options.output_dir / TOP}; the best is {ids[best[0]]}{note}")
+
+
+def opened(options: Options) -> tuple[list[tuple[Store, Store]], list[float]]:
+    """Open the stores of each checkpoint, and return its weight.
+
+    Raises:
+        BadInput: If the stores are incompatible, or their numbers differ.
+    """
+    from gradwire.attribution.query.search import open_store
+
     stated = options.weights == (LEARNING_RATE,)
     weights = normalised_weights(None if stated else options.weights, len(options.train), len(options.validation))
     pairs = [
@@ -100,52 +136,67 @@ def main(options: Options) -> None:
     if stated:
         rates = [learning_rate(train) for train, _ in pairs]
         weights = normalised_weights(rates, len(rates), len(rates))
-    train, validation = pairs[0]
-    ids, asked = train.rows.ids, validation.rows.ids
-    names, groups = grouped(options.over, [validation.manifest.sample_id(id_) for id_ in asked], options.subtasks)
+    return pairs, weights
+
+
+def scored(
+    options: Options,
+    pairs: Sequence[tuple[Store, Store]],
+    weights: Sequence[float],
+    names: Sequence[str],
+    groups: NDArray[np.int64],
+) -> NDArray[np.float64]:
+    """Return the scores [n, subtasks], or [n, 1] without subtasks, and write the matrix of pairs if it is asked for."""
+    import numpy as np
+
+    from gradwire.attribution.query.search import groups_of
+    from gradwire.attribution.store.row_file import npy_writer
+
+    ids, asked = (store.rows.ids for store in pairs[0])
     parts = []
     with ExitStack() as stack:
         if options.matrix:
             matrix = stack.enter_context(npy_writer(options.output_dir / MATRIX, (len(ids), len(asked))))
         columns = groups_of("max", len(asked)) if options.matrix else groups
-        for block in weighted(pairs, weights, columns, options.metric, damping):
+        for block in weighted(pairs, weights, columns, options.metric, options.chosen_damping):
             if options.matrix:
                 matrix.append(block)
             means = means_of(block, groups) if options.matrix and options.over != "max" else block
             parts.append(means if names else means.max(1, keepdims=True))
-        of_groups = np.concatenate(parts)  # [n, subtasks], or [n, 1]
-        scores, place = of_groups.max(1), of_groups.argmax(1)
-        best = order_of(scores)[: options.top_k].tolist()
-        samples = [train.manifest.sample_id(ids[position]) for position in best]
-        documents = documents_of(samples, options.corpus) if options.corpus else {}
     if not options.matrix:
         (options.output_dir / MATRIX).unlink(missing_ok=True)
-    write_scores(options.output_dir / "scores.parquet", ids, names, of_groups)
-    with atomic_write(options.output_dir / "top.jsonl") as part, part.open("w", encoding="utf-8") as stream:
+    return np.concatenate(parts)
+
+
+def selected(options: Options, train: Store, order: NDArray[np.int64]) -> tuple[list[int], int]:
+    """Return the positions of the best samples, and how many before the last of them repeat the content of another.
+
+    Without a corpus, contents are not known.
+    """
+    if options.corpus is None:
+        return order[: options.top_k].tolist(), 0
+    from gradwire.attribution.query.searcher import unrepeated
+
+    rows = ((train.rows.ids[position], train.manifest.sample_id(train.rows.ids[position])) for position in order)
+    places, repeated = unrepeated(rows, options.corpus, options.top_k)
+    return order[places].tolist(), repeated
+
+
+def write_top(
+    options: Options, train: Store, best: Sequence[int], scores: NDArray[np.float64], subtasks: Sequence[str] | None
+) -> None:
+    """Write a line per selected sample, best first, with its document if there is a corpus."""
+    from gradwire.attribution.query.searcher import documents_of
+    from gradwire.lm.data.document import content
+
+    samples = [train.manifest.sample_id(train.rows.ids[position]) for position in best]
+    documents = documents_of(samples, options.corpus) if options.corpus else {}
+    with atomic_write(options.output_dir / TOP) as part, part.open("w", encoding="utf-8") as stream:
         for rank, (position, sample) in enumerate(zip(best, samples, strict=True), 1):
-            line = {"rank": rank, "sample_id": ids[position], "score": float(scores[position])}
-            line |= {"subtask": names[place[position]]} if names else {}
+            line = {"rank": rank, "sample_id": train.rows.ids[position], "score": float(scores[position])}
+            line |= {"subtask": subtasks[position]} if subtasks else {}
             line |= content(documents[sample]) if documents else {}
             stream.write(json.dumps(line, ensure_ascii=False) + "\n")
-    write_json(
-        options.output_dir / "influence.json",
-        {
-            "train": [str(path) for path in options.train],
-            "validation": [str(path) for path in options.validation],
-            "weights": weights,
-            "metric": options.metric,
-            "over": options.over,
-            "subtasks": dict(zip(names, np.bincount(groups).tolist(), strict=True)) if names else None,
-            "columns": asked if options.matrix else None,
-            "curvature": options.curvature,
-            "damping": damping,
-            "samples": len(ids),
-            "top_k": len(best),
-        },
-    )
-    print(
-        f"{len(best)} of {len(ids)} samples selected in {options.output_dir / 'top.jsonl'}; the best is {ids[best[0]]}"
-    )
 
 
 def write_scores(file: Path, ids: Sequence[str], names: Sequence[str], of_groups: NDArray[np.float64]) -> None:

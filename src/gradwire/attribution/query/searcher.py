@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -257,6 +257,37 @@ def documents_of(ids: Sequence[str], corpus: Path) -> dict[str, Document]:
     if missing:
         raise BadInput(f"{corpus} has no document of sample {missing[0]!r} ({len(missing)} such samples).")
     return {id_: documents.get(id_) or documents[document(id_)] for id_ in ids}
+
+
+def unrepeated(rows: Iterable[tuple[str, str]], corpus: Path, count: int) -> tuple[list[int], int]:
+    """Return the positions of the first ``count`` rows, without those that repeat the content of one before.
+
+    A row repeats another if it is of the same part, token or module of a document with the same content.
+
+    Args:
+        rows: The id of each row and that of its sample.
+        corpus: The corpus file.
+        count: How many rows to return.
+
+    Returns:
+        The positions, and the number of rows that were passed over.
+
+    Raises:
+        BadInput: If a sample's document is not in the corpus.
+    """
+    contents = {each.id: _digest(each) for each in corpora.documents(corpus, skipped=Invalid())}
+    met: set[tuple[bytes, str]] = set()
+    places: list[int] = []
+    for place, (id_, sample_id) in enumerate(rows):
+        whole = sample_id if sample_id in contents else document(sample_id)
+        if whole not in contents:
+            raise BadInput(f"{corpus} has no document of sample {sample_id!r}.")
+        if (content_of_row := (contents[whole], id_.removeprefix(whole))) not in met:
+            met.add(content_of_row)
+            places.append(place)
+        if len(places) == count:
+            break
+    return places, (places[-1] + 1 - len(places)) if places else 0
 
 
 class Selected(NamedTuple):
