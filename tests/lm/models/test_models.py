@@ -502,7 +502,7 @@ def write_config(folder, **config):
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (of_width("lama"), "unknown architecture 'lama'. Did you mean 'llama'"),
+        (of_width("lama"), "unknown architecture 'lama'.* the nearest are: llama, "),
         (of_width("vit"), "architecture 'vit' has no causal language model"),
         (of_width("llama", hiden_act="silu"), "unknown option of architecture llama 'hiden_act'. Did you mean"),
         (of_width("llama", width=33), "The hidden size .33. is not a multiple of the number of attention heads"),

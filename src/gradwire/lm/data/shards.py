@@ -112,8 +112,13 @@ def meta(folder: Path, split: str) -> dict[str, Any]:
         raise BadInput(f"{path} is missing: {folder} is not a shards folder; run `gradwire tokenize` to make one.")
     metadata = read(path)
     if problem := _wrong_meta(metadata, split):
-        raise BadInput(f"{path} is unusable: {problem}; run `gradwire tokenize` into a new folder or with --restart.")
+        raise BadInput(f"{path} is unusable: {problem}; {remedy(Path(folder))}")
     return metadata
+
+
+def remedy(folder: Path) -> str:
+    """What to do about shards that cannot be used, for messages; they are made of the corpus again."""
+    return f"delete {folder} and run the same command again, after `gradwire tokenize` if that made the folder."
 
 
 def chat_format_of(meta: dict[str, Any]) -> str | None:
@@ -156,7 +161,7 @@ def table(folder: Path, meta: dict[str, Any], number: int) -> dict[str, Any]:
     """
     shard, path = read(folder / file_name(number)), folder / file_name(number)
     if problem := _wrong_shard(shard, meta["shards"][number]["samples"], meta["max_length"], meta["vocab_size"]):
-        raise BadInput(f"the token shard {path} is unusable: {problem}; run `gradwire tokenize` into a new folder.")
+        raise BadInput(f"the token shard {path} is unusable: {problem}; {remedy(folder.parent)}")
     return shard
 
 
@@ -200,12 +205,10 @@ def read(path: Path) -> Any:
     try:
         return torch.load(path, weights_only=True, mmap=True)
     except FileNotFoundError:
-        raise BadInput(f"the token shard {path} is missing; run `gradwire tokenize` into a new folder.") from None
+        raise BadInput(f"the token shard {path} is missing; {remedy(path.parents[1])}") from None
     except Exception as error:  # torch raises many types for unreadable files
         message = (str(error) or type(error).__name__).splitlines()[0]
-        raise BadInput(
-            f"{path} is damaged ({message}); run `gradwire tokenize` into a new folder or with --restart."
-        ) from None
+        raise BadInput(f"{path} is damaged ({message}); {remedy(path.parents[1])}") from None
 
 
 def tables(folder: Path, meta: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -239,17 +242,14 @@ def check(folder: Path) -> None:
         for shard in shards.meta["shards"]:
             path = shards.folder / shard["file"]
             if not path.exists():
-                raise BadInput(f"the token shard {path} is missing; run `gradwire tokenize` into a new folder.")
+                raise BadInput(f"the token shard {path} is missing; {remedy(Path(folder))}")
             if sha256_file(path) != shard["sha256"]:
-                raise BadInput(
-                    f"the token shard {path} was modified (its SHA-256 differs); delete {folder} and run "
-                    "`gradwire tokenize` again."
-                )
+                raise BadInput(f"the token shard {path} was modified (its SHA-256 differs); {remedy(Path(folder))}")
         tokens = sum(int(shard["lengths"].sum()) for shard in tables(shards.folder, shards.meta))
         if tokens != shards.meta["tokens"]:
             raise BadInput(
                 f"the token shards in {shards.folder} have {tokens} tokens, but {META} says {shards.meta['tokens']}; "
-                f"delete {folder} and run `gradwire tokenize` again."
+                f"{remedy(Path(folder))}"
             )
 
 

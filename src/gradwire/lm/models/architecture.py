@@ -6,6 +6,7 @@ import math
 import os
 import sys
 from collections.abc import Mapping
+from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from gradwire.base.files import LARGEST_CONFIGURATION, check_size
 from gradwire.lm.models import presets, saved
 
 INITIAL_STD, INITIAL_WIDTH = 0.02, 768  # GPT-2's; a narrower model needs larger weights for the same activations
+NEAREST = 5  # names in the message for an unknown architecture
 VOCABULARY_MULTIPLE = 64  # rows of the embedding: fills tensor-core tiles and shards evenly
 NO_DROPOUT_OF = ("summary", "classifier")  # of heads that a language model does not have
 
@@ -32,7 +34,11 @@ def config_class(architecture: str) -> type[PretrainedConfig]:
     """
     register(architecture)
     if architecture not in CONFIG_MAPPING:
-        raise unknown("architecture", architecture, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+        near = get_close_matches(architecture, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, n=NEAREST, cutoff=0.0)
+        raise BadInput(
+            f"unknown architecture {architecture!r}. Of the {len(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)} that transformers "
+            f"has for language models, the nearest are: {', '.join(near)}."
+        )
     kind = CONFIG_MAPPING[architecture]
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise BadInput(f"architecture {architecture!r} has no causal language model in transformers.")
