@@ -176,7 +176,7 @@ def test_two_steps_give_what_one_gives(corpus, output, tmp_path):
     assert files_of(tmp_path / "out") == files_of(output)
 
 
-@pytest.mark.parametrize("stride", [3, pytest.param(1, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("stride", [5, pytest.param(1, marks=pytest.mark.sweep)])
 def test_killed_at_any_write_it_goes_on_to_the_same_bytes(tmp_path, stride):
     script = Path(__file__).parents[2] / "helpers" / "data_kill.py"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}  # the tests' own modules
@@ -260,8 +260,10 @@ def test_a_part_and_a_document_of_one_name_are_refused(long_first, tmp_path, cap
     corpus = write_corpus(tmp_path / "c.json", [*values(9), *(clash if long_first else clash[::-1])])
     output = tmp_path / "out"
     assert main(tokenize_words(corpus, output)) == 2
-    error = capsys.readouterr().err
-    assert f"documents {9 if long_first else 10} and {10 if long_first else 9}" in error and "'a#1'" in error
+    assert (
+        "two samples have the id 'a#1': that of a document, and of a part of the document 'a'"
+        in capsys.readouterr().err
+    )
     assert not (output / "shards").exists()
 
 
