@@ -27,7 +27,7 @@ from changed_store import collected_by, copied, edit, sign
 from small_model import MAX_LENGTH, make, origin
 
 from gradwire import cli
-from gradwire.attribution.collect import rows
+from gradwire.attribution.collect import collect, rows
 from gradwire.attribution.persample import loop
 from gradwire.attribution.store import checks, merge, provenance, store
 from gradwire.attribution.store.row_file import BoundRows, RowFile
@@ -729,10 +729,10 @@ def test_samples_longer_than_the_models_positions_are_refused(small, longer, tmp
         assert f"{MAX_LENGTH} positions" in line
 
 
-def test_more_ranks_than_samples_are_refused_before_they_start(small, tmp_path, capsys):
-    launch = ["launch", "--world_size", "4", "--"]
-    assert cli.main([*launch, *options(small, tmp_path / "run", max_samples=3)]) == 2
-    assert "4 ranks for 3 samples" in capsys.readouterr().err
+def test_more_ranks_than_samples_are_refused_before_they_start(small, tmp_path):
+    few = {**chosen(small), "max_samples": 3, "output_path": tmp_path / "run", "world_size": 4}
+    with pytest.raises(BadInput, match="4 ranks for 3 samples"):
+        collect.preflight(collect.Options(**few))
 
 
 def test_grads_run_refuses_a_configuration_it_does_not_know(small, tmp_path, capsys):

@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from changed_store import collected, copied, edit, sign
+from diagonals import diagonals
 from safetensors.torch import load_file, save_file
 from small_model import MAX_LENGTH, make
 
@@ -91,10 +92,10 @@ def test_scores_are_products_of_gradients_by_hand(stores, capsys, metric):
     assert few["top"] == answer["top"][:3] and few["samples"] == len(samples)
 
 
-@pytest.mark.parametrize("kind", ["", "-sign"])
-@pytest.mark.parametrize("metric", ["dot", "cosine"])
-@pytest.mark.parametrize("over", ["mean", "max"])
-@pytest.mark.parametrize("curvature", ["none", "fisher"])
+@pytest.mark.parametrize(
+    ("kind", "metric", "over", "curvature"),
+    diagonals(["", "-sign"], ["dot", "cosine"], ["mean", "max"], ["fisher", "none"]),
+)
 def test_scores_are_those_of_influence(stores, tmp_path, capsys, kind, metric, over, curvature):
     small, of = stores
     both = ["--metric", metric, "--over", over, "--top_k", "1000", "--curvature", curvature]

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from changed_store import copied, sign
+from diagonals import diagonals
 from small_model import make, origin
 
 from gradwire import cli
@@ -389,8 +390,7 @@ def another_type(run):
 FAULTS = [swap_and_bind, scale_and_bind, flip_a_bit, another_type]
 
 
-@pytest.mark.parametrize("plant", FAULTS)
-@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize(("name", "plant"), diagonals(TYPES, FAULTS))
 def test_validation_finds_the_fault_in_every_type(runs, tmp_path, capsys, name, plant):
     run = copied(runs / name, tmp_path / "run")
     path = plant(run)
@@ -410,8 +410,7 @@ def negated(stored, codec):
     return codec.encode(-codec.decode(stored))
 
 
-@pytest.mark.parametrize("change", [longer, of_others, negated])
-@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize(("name", "change"), diagonals(TYPES, [longer, of_others, negated]))
 def test_recomputing_finds_rows_that_are_consistently_false(small, runs, tmp_path, capsys, name, change):
     """Norms and digests match in all files."""
     run = copied(runs / name, tmp_path / "run")
