@@ -20,7 +20,7 @@ from pathlib import Path
 from transformers import AutoTokenizer
 
 from gradwire.lm.data.shards import Shards
-from gradwire.lm.data.tokenization import tokenize
+from gradwire.lm.data.tokenize import tokenize
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "helpers"))
 from chat_templates import FAMILIES, make_tokenizer, marked, unmarked, write

@@ -22,7 +22,7 @@ DIM, WORDS = 8192, ["gradient", "sample", "wire", "rank", "shard", "token", "id"
 
 def prepare(folder: Path) -> None:
     """Write the shards and the model."""
-    from gradwire.lm.data.tokenization import tokenize
+    from gradwire.lm.data.tokenize import tokenize
     from gradwire.lm.data.tokenizer import load
     from gradwire.lm.models import causal
 

@@ -52,7 +52,7 @@ def world() -> Iterator[Callable[[int], World]]:
 @pytest.fixture(scope="session")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Token shards of a small corpus, for runs of `small_runs`; few samples are for validation."""
-    from gradwire.lm.data.tokenization import tokenize
+    from gradwire.lm.data.tokenize import tokenize
 
     root = tmp_path_factory.mktemp("training")
     corpus = write_corpus(root / "corpus.json", values(60))

@@ -34,7 +34,7 @@ from gradwire.comm.collectives import Layout, Reducer
 from gradwire.comm.collectives.world import World
 from gradwire.comm.compressors import build, kernels
 from gradwire.lm.data.shards import Shards
-from gradwire.lm.data.tokenization import tokenize
+from gradwire.lm.data.tokenize import tokenize
 from gradwire.lm.models import causal
 
 STRATEGIES = ("naive", "bucket", "ddp", "fsdp1", "fsdp2")

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from gradwire.attribution.store.provenance import FORMAT, Provenance
 from gradwire.base.files import write_json
-from gradwire.lm.data.tokenization import tokenize
+from gradwire.lm.data.tokenize import tokenize
 from gradwire.lm.data.tokenizer import load as load_tokenizer
 from gradwire.lm.models import causal
 

@@ -48,7 +48,7 @@ from gradwire.comm.parallel import named_parameters, wrap
 from gradwire.lm.data import batches
 from gradwire.lm.data.batches import poisson_steps
 from gradwire.lm.data.shards import Shards
-from gradwire.lm.data.tokenization import tokenize
+from gradwire.lm.data.tokenize import tokenize
 from gradwire.lm.models import causal
 
 ROWS = 2  # of a micro-batch

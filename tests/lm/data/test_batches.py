@@ -14,7 +14,7 @@ from gradwire.base.errors import BadInput, RunFault
 from gradwire.cli import main
 from gradwire.lm.data.batches import eval_batches, prefetch, train_batches
 from gradwire.lm.data.shards import Shards, wait_finalized
-from gradwire.lm.data.tokenization import shards_of
+from gradwire.lm.data.tokenize import shards_of
 
 
 @pytest.fixture(scope="module")

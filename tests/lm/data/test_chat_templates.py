@@ -24,7 +24,7 @@ from transformers import AutoTokenizer
 
 from gradwire import cli
 from gradwire.base.errors import BadInput
-from gradwire.lm.data import tokenization
+from gradwire.lm.data import tokenize as making
 from gradwire.lm.data.chats import Template
 from gradwire.lm.data.shards import Shards, meta
 from gradwire.lm.data.tokenizer import load
@@ -60,7 +60,7 @@ def tokenize(corpus, tokenizer, output, **given):
     """Tokenize a corpus whole; return the message of its refusal."""
     settings = {"vocab_size": 300, "max_length": LENGTH, "shard_size": 7, "val_fraction": 0.0, "dataset": "chats"}
     try:
-        tokenization.tokenize(corpus, output, tokenizer=str(tokenizer), **settings, **given)
+        making.tokenize(corpus, output, tokenizer=str(tokenizer), **settings, **given)
     except BadInput as error:
         return str(error)
     return None

@@ -22,7 +22,7 @@ from gradwire.cli import main
 from gradwire.lm.data import document
 from gradwire.lm.data.corpus import documents
 from gradwire.lm.data.document import parse
-from gradwire.lm.data.tokenization import shards_of
+from gradwire.lm.data.tokenize import shards_of
 
 GOOD = json.dumps(values(3)).encode()
 PART = b'{"title": "t", "text": "x y"}'

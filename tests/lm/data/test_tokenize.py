@@ -1,6 +1,6 @@
 """Tokenizers and shards: what is in them, that a killed run goes on to the same bytes, and what is refused.
 
-Of `shards.py`, `tokenization.py`, `tokenizer.py`, `writer.py`.
+Of `shards.py`, `tokenize.py`, `tokenizer.py`, `writer.py`.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from gradwire.attribution.store.samples import samples
 from gradwire.attribution.store.store import document
 from gradwire.base.errors import BadInput
 from gradwire.comm.collectives import world
-from gradwire.lm.data import ChatFormat, tokenization, tokenizer
+from gradwire.lm.data import ChatFormat, tokenize, tokenizer
 from gradwire.lm.data import corpus as corpora
 from gradwire.lm.data.chats import kind
 from gradwire.lm.data.document import Document, Invalid, content
@@ -181,7 +181,7 @@ class Searcher:
                 f"{folder}, the model of {self.store.path}, is missing: pass its current folder as --model_dir."
             )
         if self.texts:
-            tokenization.check_fit(self.texts.shards.folder.parent, str(folder), None)
+            tokenize.check_fit(self.texts.shards.folder.parent, str(folder), None)
         return folder
 
     def _rows(self, samples: Samples, positions: Sequence[int]) -> NDArray[np.float32]:

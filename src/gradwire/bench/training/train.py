@@ -62,7 +62,7 @@ def preflight(options: Options) -> None:
 
 def shards_folder(options: Options, rank: int) -> Path:
     """The shards of ``--data_path``; rank 0 tokenizes a corpus file."""
-    from gradwire.lm.data.tokenization import shards_of
+    from gradwire.lm.data.tokenize import shards_of
 
     return shards_of(
         options.data_path,

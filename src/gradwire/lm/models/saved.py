@@ -193,7 +193,7 @@ def shards_folder(args: Any, rank: int = 0, *, whole: bool = False) -> Path:
         BadInput: If the model or the data are unusable, or do not match.
         RunFault: If rank 0 makes no progress.
     """
-    from gradwire.lm.data.tokenization import shards_of
+    from gradwire.lm.data.tokenize import shards_of
 
     model_dir = Path(args.model_dir)
     check(model_dir)
