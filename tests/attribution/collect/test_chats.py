@@ -63,16 +63,8 @@ def test_losses_norms_and_rows_are_those_of_the_template(made, tmp_path):
     chats, model_dir, dim = made
     manifest = provenance.read_manifest(dim)
     assert manifest.chat_format == FORMAT
-    words = [
-        "--model_dir",
-        model_dir,
-        "--data_path",
-        chats,
-        "--cache_dir",
-        tmp_path / "cache",
-        "--output_dir",
-        tmp_path,
-    ]
+    words = ["--model_dir", model_dir, "--data_path", chats]
+    words += ["--cache_dir", tmp_path / "cache", "--output_dir", tmp_path]
     assert cli.main(["norms", *map(str, words)]) == 0
     norms = {row["id"]: row for row in pq.read_table(tmp_path / "norms.parquet").to_pylist()}
     rows = {row["sample_id"]: row for row in pq.read_table(store.all_names(dim).meta).to_pylist()}
@@ -96,16 +88,8 @@ def test_queries_read_chats_as_the_store(made, tmp_path, capsys):
         assert (top[0]["sample_id"], top[0]["score"]) == (answer[0]["sample_id"], pytest.approx(1, abs=1e-5))
     plain = tmp_path / "plain.jsonl"
     plain.write_text(chats.read_text())
-    words = [
-        "--data_path",
-        plain,
-        "--tokenizer",
-        model_dir,
-        "--output_dir",
-        tmp_path / "plain",
-        "--val_fraction",
-        "0.3",
-    ]
+    words = ["--data_path", plain, "--tokenizer", model_dir]
+    words += ["--output_dir", tmp_path / "plain", "--val_fraction", "0.3"]
     assert cli.main(["tokenize", *map(str, words), "--max_length", str(LENGTH), "--chat_format", "plain"]) == 0
     words = ["--store", dim, "--data_path", tmp_path / "plain" / "shards"]
     assert cli.main(["grads", "query", *map(str, words)]) == 2

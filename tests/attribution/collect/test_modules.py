@@ -91,14 +91,8 @@ def test_other_modules_do_not_mix(small, projected, tmp_path, capsys):
     whole = ["--output_path", tmp_path / "whole", "--dim", 64, "--projection", "factored"]
     assert call("collect", *given(small, *whole)) == 0
     assert call("aggregate", "--base_path", tmp_path / "whole", "--dim", 64) == 0
-    both = [
-        "--train",
-        tmp_path / "whole/dim64",
-        "--validation",
-        projected / "dim64",
-        "--output_dir",
-        tmp_path / "scores",
-    ]
+    both = ["--train", tmp_path / "whole/dim64", "--validation", projected / "dim64"]
+    both += ["--output_dir", tmp_path / "scores"]
     assert call("influence", *both, "--top_k", 1, "--corpus", small.corpus) == 2
     assert "differ in of_modules" in capsys.readouterr().err
     assert call("factors", *given(small, "--output_dir", tmp_path / "factors")) == 0

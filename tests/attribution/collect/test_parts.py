@@ -235,18 +235,8 @@ def modules_of(model):
 def test_a_row_is_the_projected_gradient_of_one_module(made, tmp_path, projection, method, kind):
     model, samples = load(made[2]), samples_of(made[1])[:SAMPLES]
     words = ["--rows", "module", "--projection", projection, "--method", method, "--grad_type", kind, "--batch_size", 5]
-    block = merged(
-        made,
-        tmp_path / "run",
-        DIM,
-        *words,
-        "--save_interval",
-        8,
-        "--max_samples",
-        SAMPLES,
-        "--metadata",
-        "document,position",
-    )
+    words += ["--save_interval", 8, "--max_samples", SAMPLES, "--metadata", "document,position"]
+    block = merged(made, tmp_path / "run", DIM, *words)
     masks = modules_of(model)
     assert block.ids == [f"{one.sample_id}@{module}" for one in samples for module in masks]
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
