@@ -24,7 +24,7 @@ from gradwire.attribution.persample.batch import (
     zeroed,
 )
 from gradwire.attribution.persample.layer_factors import Direct, LayerFactor, SquareNorms
-from gradwire.attribution.projections import Image, Projector
+from gradwire.attribution.projections import Projector
 from gradwire.base.errors import BadInput, GradwireError, NonFiniteGradient, RunFault
 from gradwire.lm.data.batches import Batch
 from gradwire.lm.models import saved
@@ -143,16 +143,18 @@ class Images:
     """
 
     def __init__(self, parts: Sequence[Projector], samples: int, dims: Sequence[int], device: torch.device) -> None:
-        self._dims, self._images = dims, [Image(part, samples, dims, device) for part in parts]
-        self._of = {name: image for part, image in zip(parts, self._images, strict=True) for name in part.shapes}
+        self._dims = dims
+        self._sums = [(part, torch.zeros(samples, part.width(dims), device=device)) for part in parts]
+        self._of = {name: sums for sums in self._sums for name in sums[0].shapes}
 
     def add(self, name: str, use: LayerFactor) -> None:
         """Add one use of a parameter."""
-        self._of[name].add(name, use)
+        part, sums = self._of[name]
+        part.add(sums, self._dims, name, use)
 
     def finished(self) -> dict[int, Tensor]:
         """Return the projected rows, [samples, parts, dim] by dim."""
-        images = [image.finished() for image in self._images]
+        images = [part.rows(sums, self._dims) for part, sums in self._sums]
         return {dim: torch.stack([rows[dim] for rows in images], 1) for dim in self._dims}
 
 

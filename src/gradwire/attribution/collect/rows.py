@@ -53,6 +53,7 @@ from gradwire.lm.models import causal, lora, saved
 STACK_BYTES = {"cpu": 1 << 29, "cuda": 1 << 33}  # of gradients per projection, which share the generated signs
 BATCH_AT_MOST = {"cpu": 16, "cuda": 64}  # larger batches are not faster
 SHARE = 0.5  # of free memory that a batch may use
+Result = TypeVar("Result")
 
 
 class Samples(Protocol):
@@ -169,7 +170,7 @@ class RowMaker:
         """
         order = sorted(range(len(positions)), key=lambda place: -len(shards[positions[place]].input_ids))
         longest = [positions[place] for place in order]
-        with sufficient(self._fewest, self.device):
+        with self._sufficient():
             if self.batch_size is None:
                 self.batch_size = self.fitting(shards, longest[0])
             if self.fused:
@@ -198,7 +199,7 @@ class RowMaker:
             self._fill(self._batch(shards, chosen), filled)
             return use(filled)
 
-        with sufficient(self._fewest, self.device):
+        with self._sufficient():
             if self.batch_size is None:
                 self.batch_size = self.fitting(shards, positions[0])
             results, self.batch_size = self._halving(positions, self.batch_size, work)
@@ -217,7 +218,7 @@ class RowMaker:
             NonFiniteGradient: If a sample's gradient is not finite.
             RunFault: If the method computes a different gradient, or a single sample does not fit in memory.
         """
-        with sufficient(self._fewest, self.device):
+        with self._sufficient():
             self._halving(positions, len(positions), lambda chosen: self._settle(self._batch(shards, chosen)))
 
     def _settle(self, batch: Batch) -> None:
@@ -241,14 +242,44 @@ class RowMaker:
         computed, looped = (flattened(method(self.model, batch, loss)) for method in methods)
         return {0: computed}, {0: looped}
 
-    def _fewest(self) -> int | None:
-        """Return the number of samples at which halving ends."""
-        return self.batch_size if self.sharded else 1
-
     def _halving(
         self, positions: Sequence[int], size: int, work: Callable[[Sequence[int]], Result]
     ) -> tuple[list[Result], int]:
-        return halving(positions, size, work, self._release, self.sharded)
+        """Run ``work`` on ``size`` samples at a time, on half as many if memory runs out.
+
+        With sharded weights the other ranks run the same batches, so that this one cannot use smaller ones alone.
+
+        Returns:
+            The results, and the size that fitted.
+        """
+        results: list[Result] = []
+        done = 0
+        while done < len(positions):
+            chosen = positions[done : done + size]
+            try:
+                results.append(work(chosen))
+                done += len(chosen)
+                continue
+            except RuntimeError as error:
+                if not out_of_memory(error) or len(chosen) == 1 or self.sharded:
+                    raise
+            size = len(chosen) // 2
+            self._release()  # outside the handler, which keeps the failed tensors alive
+            print(f"gradwire grads collect: out of memory; reducing to {size} samples at once", file=sys.stderr)
+        return results, size
+
+    @contextmanager
+    def _sufficient(self) -> Iterator[None]:
+        """Turn an out-of-memory error that cannot be avoided by halving into a RunFault."""
+        try:
+            yield
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            raise RunFault(
+                f"{self.batch_size if self.sharded else 1} samples do not fit into the memory of {self.device}: use a "
+                "smaller --batch_size or --save_interval, a smaller model, or --strategy fsdp2 on more ranks."
+            ) from error
 
     def _release(self) -> None:
         self._buffer = None
@@ -352,59 +383,6 @@ class RowMaker:
                 further = {name: COLUMNS[name].of(whole, position, record) for name in self.provenance.metadata}
                 records.append(record | further)
         return records
-
-
-Result = TypeVar("Result")
-
-
-def halving(
-    positions: Sequence[int],
-    size: int,
-    work: Callable[[Sequence[int]], Result],
-    release: Callable[[], None],
-    sharded: bool,
-) -> tuple[list[Result], int]:
-    """Run ``work`` on ``size`` samples at a time, on half as many if memory runs out.
-
-    Args:
-        positions: The samples.
-        size: How many to begin with.
-        work: Called with some of them.
-        release: Frees memory after a failure.
-        sharded: Whether other ranks run the same batches, so that this one cannot use smaller ones alone.
-
-    Returns:
-        The results, and the size that fitted.
-    """
-    results: list[Result] = []
-    done = 0
-    while done < len(positions):
-        chosen = positions[done : done + size]
-        try:
-            results.append(work(chosen))
-            done += len(chosen)
-            continue
-        except RuntimeError as error:
-            if not out_of_memory(error) or len(chosen) == 1 or sharded:
-                raise
-        size = len(chosen) // 2
-        release()  # outside the handler, which keeps the failed tensors alive
-        print(f"gradwire grads collect: out of memory; reducing to {size} samples at once", file=sys.stderr)
-    return results, size
-
-
-@contextmanager
-def sufficient(samples: Callable[[], int | None], device: torch.device) -> Iterator[None]:
-    """Turn an out-of-memory error that cannot be avoided by halving into a RunFault about ``samples()`` samples."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not out_of_memory(error):
-            raise
-        raise RunFault(
-            f"{samples()} samples do not fit into the memory of {device}: use a smaller --batch_size or "
-            "--save_interval, a smaller model, or --strategy fsdp2 on more ranks."
-        ) from error
 
 
 def saved_bytes(model: nn.Module, batch: Batch) -> int:

@@ -10,11 +10,11 @@ import fnmatch
 import re
 from collections.abc import Callable, Sequence
 
-from gradwire.attribution.projections.base import Image, Projector, Shapes, Whole
+from gradwire.attribution.projections.base import Projector, Shapes, Whole
 from gradwire.attribution.projections.matrices import Factored, Rademacher, Sjlt
 from gradwire.base.errors import BadInput, did_you_mean, unknown
 
-__all__ = ["OF_PARTS", "PROJECTORS", "Image", "Projector", "Shapes", "build", "check_width", "of_modules"]
+__all__ = ["OF_PARTS", "PROJECTORS", "Projector", "Shapes", "build", "check_width", "of_modules"]
 
 PROJECTORS: dict[str, Callable[[Shapes, int], Projector]] = {
     "rademacher": Rademacher,

@@ -27,32 +27,6 @@ class Band(NamedTuple):
     high: float
 
 
-class Image:
-    """Projected rows, accumulated parameter by parameter.
-
-    Args:
-        projector: The map.
-        samples: Number of rows.
-        dims: Widths of the rows.
-        device: Device of the rows.
-
-    Raises:
-        BadInput: If the projector does not support a dim.
-    """
-
-    def __init__(self, projector: Projector, samples: int, dims: Sequence[int], device: torch.device) -> None:
-        self._projector, self._dims = projector, dims
-        self._sums = torch.zeros(samples, projector.width(dims), device=device)
-
-    def add(self, name: str, use: LayerFactor) -> None:
-        """Add one use of a parameter."""
-        self._projector.add(self._sums, self._dims, name, use)
-
-    def finished(self) -> dict[int, Tensor]:
-        """Return the rows, float32 [samples, dim] by dim."""
-        return self._projector.rows(self._sums, self._dims)
-
-
 class Projector(ABC):
     """A linear map of rows of n gradient entries to rows of ``dim``; columns follow the model's parameter order.
 
@@ -76,10 +50,10 @@ class Projector(ABC):
         Raises:
             BadInput: If this projection does not support a dim.
         """
-        image = Image(self, len(rows), dims, rows.device)
+        sums = torch.zeros(len(rows), self.width(dims), device=rows.device)
         for name, columns in self.columns.items():
-            image.add(name, Direct(rows[:, columns]))
-        return image.finished()
+            self.add(sums, dims, name, Direct(rows[:, columns]))
+        return self.rows(sums, dims)
 
     @abstractmethod
     def width(self, dims: Sequence[int]) -> int:
