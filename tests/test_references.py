@@ -1,15 +1,11 @@
-"""Every module, member, file and entry-point group that pages, docstrings and comments name exists."""
+"""Every module, member, file and entry-point group that pages and modules name exists."""
 
 from __future__ import annotations
 
 import ast
-import io
 import re
-import tokenize
 from collections.abc import Iterator
 from functools import cache
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -17,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "gradwire"
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")]
-SOURCES_OF_PROSE = [*PACKAGE.rglob("*.py")]
+SOURCES = [*PACKAGE.rglob("*.py")]
 HISTORY = {"CHANGELOG.md"}  # names what left
 MADE = {  # by the reader of a page
     "gradwire.Dither",
@@ -31,45 +27,46 @@ ROOM = re.compile(r"(?<=`)(?:base|comm|lm|attribution|bench)/[\w/-]*\w\.py(?=`)"
 MEMBER = re.compile(r"`([A-Z]\w+)\.([a-z_]\w*)(?:\([^`]*\))?`")
 
 
-def prose(file: Path) -> str:
-    """A page, or the docstrings and comments of a module."""
-    text = file.read_text(encoding="utf-8")
-    if file.suffix == ".md":
-        return text
-    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    docstrings = [ast.get_docstring(node) or "" for node in ast.walk(ast.parse(text)) if isinstance(node, documented)]
-    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
-    return "\n".join([*docstrings, *(token.string for token in tokens if token.type == tokenize.COMMENT)])
+@cache
+def tree(file: Path) -> ast.Module:
+    """A module's syntax tree."""
+    return ast.parse(file.read_text(encoding="utf-8"))
 
 
 @cache
 def groups() -> set[str]:
     """Groups of entry points, and files that are called gradwire.*: they are strings of the source."""
-    trees = (ast.parse(file.read_text(encoding="utf-8")) for file in SOURCES_OF_PROSE)
-    constants = {str(node.value) for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+    nodes = (node for file in SOURCES for node in ast.walk(tree(file)))
+    constants = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     return {text for text in constants if re.fullmatch(r"gradwire\.[a-z_]+", text)}
+
+
+@cache
+def names(module: Path) -> set[str]:
+    """Names that a module defines or imports."""
+    found: set[str] = set()
+    for node in ast.walk(tree(module)):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            found.add(node.name)
+        elif isinstance(node, ast.ImportFrom | ast.Import):
+            found |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+    return found
 
 
 @cache
 def resolves(name: str) -> bool:
     """Whether a dotted name is a module, a member of one, or a group of entry points."""
-    if name in groups():
+    place, (_, *parts) = PACKAGE, name.split(".")
+    while parts and ((place / parts[0]).is_dir() or (place / f"{parts[0]}.py").is_file()):
+        place = place / parts.pop(0)
+    if not parts or name in groups():
         return True
-    parts = name.split(".")
-    for end in range(len(parts), 0, -1):
-        module = ".".join(parts[:end])
-        try:
-            found = find_spec(module) is not None
-        except ModuleNotFoundError:
-            found = False
-        if found:
-            holder = import_module(module) if end < len(parts) else None
-            for part in parts[end:]:
-                if not hasattr(holder, part) and part not in getattr(holder, "__annotations__", {}):
-                    return False
-                holder = getattr(holder, part, None)
-            return True
-    return False
+    files = (place.with_suffix(".py"), place / "__init__.py", place / "__init__.pyi")
+    first, *rest = parts
+    defined = any(first in names(file) for file in files if file.is_file())
+    return defined and all(member in members().get(first, {member}) for member in rest[:1])
 
 
 @cache
@@ -77,8 +74,8 @@ def members() -> dict[str, set[str]]:
     """Names that are defined in the classes of the package, by class; those of its bases in the package included."""
     own: dict[str, set[str]] = {}
     bases: dict[str, set[str]] = {}
-    for file in SOURCES_OF_PROSE:
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    for file in SOURCES:
+        for node in ast.walk(tree(file)):
             if isinstance(node, ast.ClassDef):
                 defined = own.setdefault(node.name, set())
                 bases.setdefault(node.name, set()).update(ast.unparse(base).split("[")[0] for base in node.bases)
@@ -96,8 +93,8 @@ def members() -> dict[str, set[str]]:
 
 
 def lost(file: Path) -> Iterator[str]:
-    """References of a file's prose that lead nowhere."""
-    text = prose(file)
+    """References of a page or a module that lead nowhere."""
+    text = file.read_text(encoding="utf-8")
     yield from (name for name in set(NAME.findall(text)) - MADE if not resolves(name))
     places = (ROOT, file.parent)
     yield from (path for path in set(FILE.findall(text)) - MADE if not any((place / path).exists() for place in places))
@@ -108,8 +105,8 @@ def lost(file: Path) -> Iterator[str]:
     )
 
 
-def test_prose_names_what_exists():
-    files = [*SOURCES_OF_PROSE, *(page for page in PAGES if page.name not in HISTORY)]
+def test_pages_and_modules_name_what_exists():
+    files = [*SOURCES, *(page for page in PAGES if page.name not in HISTORY)]
     wrong = {str(file.relative_to(ROOT)): found for file in files if (found := sorted(lost(file)))}
     assert not wrong
 
