@@ -2,6 +2,7 @@
 # make image [VARIANT=cuda] [MIRROR=URL]  the container image, from what is locked
 # make image-lock [MIRROR=URL]           lock again what goes into the images
 # make test [WORKERS=2]                  the tests
+# make test-newest [NEWEST=torch==2.14.1]  the tests with the torch that a plain install brings, in .venv-newest: 6.6 GB
 # make test-faults [ONLY=expression]     faults, each injected from outside, and the rerun after each: a table
 # make test-sweep                        full products of which `make test` takes a selection
 # make test-full                         wheel, browser, documentation, examples, links, every command of the pages
@@ -16,17 +17,19 @@
 PYTHON ?= python3
 CONFIG ?= config.yaml
 TORCH ?= torch==2.13.0
+NEWEST ?= torch==2.14.1
+VENV ?= .venv
 VARIANT ?= cpu
 CORES ?=
 RANKS ?= 2
 WORKERS ?= 2
 RESULTS ?= results
-BIN := .venv/bin
-READY := .venv/.ready
-READY_DOCS := .venv/.ready-docs
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+READY_DOCS := $(VENV)/.ready-docs
 READY_TITAN := .titan/.ready
 
-.PHONY: run train gpu tensorboard image image-lock kernels test test-faults test-sweep test-full nightly test-slurm test-container lint format docs schema lock
+.PHONY: run train gpu tensorboard image image-lock kernels test test-newest test-faults test-sweep test-full nightly test-slurm test-container lint format docs schema lock
 
 run: $(READY)
 	@$(BIN)/gradwire run $(CONFIG) $(if $(CORES),--cores $(CORES)) $(if $(PROFILE),--profile $(PROFILE))
@@ -58,6 +61,9 @@ test: kernels
 kernels: $(READY)
 	$(BIN)/python tests/helpers/compile_kernels.py
 
+test-newest:
+	$(MAKE) test VENV=.venv-newest TORCH=$(NEWEST)
+
 test-faults: $(READY)
 	$(BIN)/python -m pytest -m faults $(if $(ONLY),-k "$(ONLY)") --durations=5 tests/faults
 
@@ -69,7 +75,7 @@ test-full: $(READY_DOCS) $(READY_TITAN)
 
 # The image is built while nothing else runs; what fails does not keep the rest from running.
 nightly: $(READY_DOCS)
-	$(MAKE) --keep-going test-sweep test-full test-container test-slurm test-faults
+	$(MAKE) --keep-going test-sweep test-newest test-full test-container test-slurm test-faults
 
 # After the same experiment without Slurm, which has nothing to do if it ran already.
 test-slurm: $(READY)
@@ -98,11 +104,12 @@ format: $(READY)
 	$(BIN)/ruff format .
 	$(BIN)/snakefmt Snakefile workflow
 
-# torch first, by version (its CPU and CUDA builds cannot share one hash), then everything else by hash.
+# torch first, by version (its CPU and CUDA builds cannot share one hash), then everything else by hash: also what
+# another version of torch would have in another version.
 $(READY): requirements.lock pyproject.toml
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check "$(TORCH)"
-	$(BIN)/pip install --quiet --disable-pip-version-check --require-hashes -r requirements.lock
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r requirements.lock
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	touch $@
 
