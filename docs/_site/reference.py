@@ -1,7 +1,7 @@
 """A hook of MkDocs: the pages of reference/, generated from the program itself.
 
-Verbs from their ``--help``, the configuration from its JSON schema, compressors from the registry, the fields of a
-result from their class. What `python.md` shows of the package is read from the docstrings by mkdocstrings.
+Verbs from their ``--help``, the configuration from its JSON schema, a page per compressor from the registry, fields
+of a result from their class. A page per public name and per room of the package is filled in by mkdocstrings.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ import io
 import math
 import os
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
+import gradwire
 from gradwire import HOMES, cli
 from gradwire.bench import config
 from gradwire.bench.report.rows.record import Result
@@ -26,58 +28,91 @@ from gradwire.comm.compressors.listing import MATRIX, kind, shown, taken
 from gradwire.comm.reduction import ReducerOptions
 
 NUMEL = math.prod(MATRIX)
-PYTHON = {
-    "Library: in a training script": (
-        "gradwire.comm.collectives.Reducer",
-        "gradwire.comm.parallel",
-        "gradwire.comm.compressors.build",
-        "gradwire.comm.huggingface",
+FIRST = ("compress_gradients", "Compression", "comm_hook", "DiLoCo")  # the other names follow
+METHODS = "gradwire.comm.compressors.methods."  # names from there have the pages of the compressors
+OPTIMIZERS = "gradwire.comm.parallel.optimizers."
+ROOMS = {  # page: its title and modules
+    "parallel": ("Training scripts", ("gradwire.comm.parallel",)),
+    "trainer": ("Hugging Face's Trainer", ("gradwire.comm.huggingface",)),
+    "compressors": (
+        "Writing a compressor",
+        (
+            "gradwire.comm.compressors.build",
+            "gradwire.comm.compressors.base",
+            "gradwire.comm.compressors.driver",
+            "gradwire.comm.compressors.sparse",
+            "gradwire.comm.compressors.rounds",
+            "gradwire.comm.compressors.registry",
+        ),
     ),
-    "Library: compressors": (
-        "gradwire.comm.compressors.base",
-        "gradwire.comm.compressors.driver",
-        "gradwire.comm.compressors.sparse",
-        "gradwire.comm.compressors.rounds",
-        "gradwire.comm.compressors.registry",
+    "strategies": ("Writing a strategy", ("gradwire.comm.parallel.strategy",)),
+    "reducer": ("Reducer", ("gradwire.comm.collectives.Reducer", "gradwire.comm.reduction")),
+    "collectives": (
+        "Collectives",
+        (
+            "gradwire.comm.collectives.feedback",
+            "gradwire.comm.collectives.layout",
+            "gradwire.comm.collectives.meter",
+            "gradwire.comm.collectives.world",
+        ),
     ),
-    "Library: collectives": (
-        "gradwire.comm.reduction",
-        "gradwire.comm.collectives.feedback",
-        "gradwire.comm.collectives.layout",
-        "gradwire.comm.collectives.meter",
-        "gradwire.comm.collectives.world",
+    "data": (
+        "Corpora and tokens",
+        (
+            "gradwire.lm.data.sources",
+            "gradwire.lm.data.document",
+            "gradwire.lm.data.corpus",
+            "gradwire.lm.data.shards",
+            "gradwire.lm.data.batches",
+        ),
     ),
-    "Library: strategies": ("gradwire.comm.parallel.strategy",),
-    "Attribution: corpora and tokens": (
-        "gradwire.lm.data.sources",
-        "gradwire.lm.data.document",
-        "gradwire.lm.data.corpus",
-        "gradwire.lm.data.shards",
-        "gradwire.lm.data.batches",
+    "gradients": (
+        "Per-sample gradients",
+        (
+            "gradwire.attribution.persample.batch",
+            "gradwire.attribution.persample.norms",
+            "gradwire.attribution.collect.huggingface",
+            "gradwire.attribution.projections.base",
+            "gradwire.attribution.store.store",
+        ),
     ),
-    "Attribution: per-sample gradients": (
-        "gradwire.attribution.persample.batch",
-        "gradwire.attribution.persample.norms",
-        "gradwire.attribution.collect.huggingface",
-        "gradwire.attribution.projections.base",
-        "gradwire.attribution.store.store",
+    "benchmark": (
+        "Benchmark",
+        (
+            "gradwire.bench.trace.trace",
+            "gradwire.bench.statistics.seeds",
+            "gradwire.bench.statistics.collective_costs",
+            "gradwire.bench.statistics.cost_model",
+        ),
     ),
-    "Benchmark": (
-        "gradwire.bench.trace.trace",
-        "gradwire.bench.statistics.seeds",
-        "gradwire.bench.statistics.collective_costs",
-        "gradwire.bench.statistics.collective_costs",
-        "gradwire.bench.statistics.cost_model",
-    ),
-    "Errors": ("gradwire.base.errors",),
+    "errors": ("Errors", ("gradwire.base.errors",)),
 }
 REEXPORTS = ("gradwire.comm.parallel",)  # rooms whose `__init__` collects what its files define
 
 
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Add the pages of compressors, names and rooms to the navigation."""
+    reference = next(section["Reference"] for section in config.nav if "Reference" in section)
+    more = {
+        "Compressors": [{name: f"reference/compressors/{name}.md"} for name in available()],
+        "Python": [
+            *({name: f"reference/python/{name}.md"} for name in names()),
+            *({title: f"reference/rooms/{room}.md"} for room, (title, _) in ROOMS.items()),
+        ],
+    }
+    for page in reference:
+        page.update({title: [page[title], *more[title]] for title in page.keys() & more})
+    return config
+
+
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the generated pages."""
-    for name, page in PAGES.items():
-        files.append(File.generated(config, f"reference/{name}.md", content=page()))
+    pages = {name: page() for name, page in PAGES.items()}
+    pages |= {f"compressors/{name}": compressor(name) for name in available()}
+    pages |= {f"python/{name}": documented(name, (f"gradwire.{name}",), algorithm(name)) for name in names()}
+    pages |= {f"rooms/{room}": documented(title, modules) for room, (title, modules) in ROOMS.items()}
+    for name, page in pages.items():
+        files.append(File.generated(config, f"reference/{name}.md", content=page))
     return files
 
 
@@ -157,22 +192,28 @@ def values(field: dict[str, Any]) -> str:
 
 
 def compressors() -> str:
-    """Every compressor: what it is, whose, its bytes and its options."""
-    parts = [
-        "# Compressors",
-        "Each one's source, its wire format and its options, from the class itself. Wire sizes are those of a float32 "
-        f"matrix of 1,024 × 1,024 ({NUMEL * 4:,} bytes) with the default options; *by the data* means that the size "
-        "depends on the values. A *sparsifier* and a *quantizer* make a chain, as in `topk+int8`; *rounds* means that "
-        "a native collective can sum it.",
-        table(("name", "kind", "unbiased", "wire bytes", "ratio"), map(summary, available())),
-    ]
-    for name in available():
-        method = method_class(name)
-        parts += [f"## {name}", f"*{method.use}*" if method.use else ""]
-        parts += [inspect.getdoc(inspect.getmodule(method)) or "", inspect.getdoc(method) or ""]
-        rows = list(fields(option_schema(name)))
-        parts.append(table(("option", "takes", "default", "meaning"), rows) if rows else "It has no options.")
-    return "\n\n".join(parts)
+    """The table of all compressors."""
+    text = (
+        "A page for each: its source, wire format and options, from the class itself. Wire sizes are those of a "
+        f"float32 matrix of 1,024 × 1,024 ({NUMEL * 4:,} bytes) with the default options; *by the data* means that the "
+        "size depends on the values. A *sparsifier* and a *quantizer* make a chain, as in `topk+int8`; *rounds* means "
+        "that a native collective can sum it."
+    )
+    rows = table(("name", "kind", "unbiased", "wire bytes", "ratio"), map(summary, available()))
+    return "\n\n".join(["# Compressors", text, rows])
+
+
+def compressor(name: str) -> str:
+    """A compressor: what it is, whose, its bytes and its options."""
+    method = method_class(name)
+    parts = [f"# {name}", f"*{method.use}*" if method.use else ""]
+    if method.__name__ in HOMES:
+        parts.append(f"`gradwire.{method.__name__}` in Python, `method: {name}` in an experiment.")
+    parts += [inspect.getdoc(inspect.getmodule(method)) or "", inspect.getdoc(method) or ""]
+    size = table(("kind", "unbiased", "wire bytes", "ratio"), [summary(name)[1:]])
+    rows = list(fields(option_schema(name)))
+    options = table(("option", "takes", "default", "meaning"), rows) if rows else "It has no options."
+    return "\n\n".join([*parts, size, options])
 
 
 def summary(name: str) -> tuple[str, ...]:
@@ -180,7 +221,7 @@ def summary(name: str) -> tuple[str, ...]:
     compressor = build(name)
     size = compressor.wire_bytes(MATRIX)
     sent = ("by the data", "–") if size is None else (f"{size:,}", f"{NUMEL * 4 / size:.2f}" if size else "∞")
-    return f"[{name}](#{name})", kind(type(compressor)), "yes" if compressor.unbiased else "no", *sent
+    return f"[{name}](compressors/{name}.md)", kind(type(compressor)), "yes" if compressor.unbiased else "no", *sent
 
 
 def results() -> str:
@@ -192,14 +233,52 @@ def results() -> str:
     return "\n\n".join([*parts, table(("field", "type"), rows)])
 
 
+def names() -> list[str]:
+    """The public names that have a page, those of compressors apart."""
+    others = sorted(name for name, home in HOMES.items() if not home.startswith(METHODS) and name not in FIRST)
+    return [*FIRST, *others]
+
+
 def python() -> str:
-    """The package's public parts, for mkdocstrings to fill in."""
-    extras = "`gradwire[attribution]` installs what the parts on attribution need, `gradwire[bench]` the benchmark's."
-    parts = ["# Python", f"`from gradwire import {', '.join(HOMES)}`", extras]
-    for title, names in PYTHON.items():
-        parts.append(f"## {title}")
-        for name in names:
-            parts.append("\n".join([f"::: {name}", *(["    options: {members: null}"] if name in REEXPORTS else [])]))
+    """The public names and the rooms of the package."""
+    public = [
+        (
+            f"[`gradwire.{name}`](python/{name}.md)",
+            first_line(algorithm(name) or inspect.getdoc(getattr(gradwire, name))),
+        )
+        for name in names()
+    ]
+    rooms = [
+        (f"[{title}](rooms/{room}.md)", ", ".join(f"`{module}`" for module in modules))
+        for room, (title, modules) in ROOMS.items()
+    ]
+    parts = [
+        "# Python",
+        table(("name", "is"), public),
+        "Each [compressor](compressors.md) has a class too, such as `gradwire.Int8`.",
+        "## Rooms",
+        "`gradwire[attribution]` installs what data and gradients need, `gradwire[bench]` the benchmark's.",
+        table(("page", "modules"), rooms),
+    ]
+    return "\n\n".join(parts)
+
+
+def first_line(docstring: str | None) -> str:
+    """The first line of a docstring."""
+    return (docstring or "").partition("\n")[0]
+
+
+def algorithm(name: str) -> str:
+    """The docstring of an optimizer's module, which explains it."""
+    home = HOMES[name]
+    return inspect.getdoc(import_module(home)) or "" if home.startswith(OPTIMIZERS) else ""
+
+
+def documented(title: str, members: tuple[str, ...], text: str = "") -> str:
+    """A page for mkdocstrings to fill in."""
+    parts = [f"# {title}", text]
+    for name in members:
+        parts.append("\n".join([f"::: {name}", *(["    options: {members: null}"] if name in REEXPORTS else [])]))
     return "\n\n".join(parts)
 
 
