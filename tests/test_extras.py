@@ -36,7 +36,7 @@ SCRIPT = f"""if True:
     sys.modules.update(dict.fromkeys({[name for names in EXTRAS.values() for name in names]}))
     import gradwire
     assert not {{"torch", "numpy", "pydantic"}} & set(sys.modules), "an import of the package loads none of them"
-    assert set(gradwire.HOMES) <= set(dir(gradwire))
+    assert dir(gradwire) == sorted([*gradwire.HOMES, "__version__"]), "the public names and nothing else"
     messages = {{}}
     for wrong in ("compress", "compres_gradients", "Diloco", "topk", "__wrapped__"):
         try:
