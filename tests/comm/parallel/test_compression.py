@@ -6,6 +6,7 @@ The oracle is the same loop without gradwire. Means of ``none`` through the exch
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 
 import pytest
@@ -487,6 +488,23 @@ def in_turn(rank, world, group):
 
 def test_the_first_of_several_optimizers_ends_the_step(world):
     assert world(2).run(in_turn) == [[1, 1, 2, 3, 3]] * 2
+
+
+def printed(rank, world, group):
+    model = framed(net(), "ddp")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    compression = gradwire.compress_gradients(model, "int8", optimizer=optimizer, error_feedback=True)
+    fresh = str(compression)
+    loss_of(model, rank, 0).backward()
+    optimizer.step()
+    return fresh, str(compression)
+
+
+def test_what_a_compression_prints(world):
+    for fresh, after in world(2).run(printed):
+        said = r"<Int8\(.*\) over 2 ranks with error feedback: {} of {} bytes sent{}, in {} steps>"
+        assert re.fullmatch(said.format(0, 0, "", 0), fresh)
+        assert re.fullmatch(said.format(r"\d{3}", r"\d{3}", r", \d\.\d times fewer", 1), after), after
 
 
 # --- the communication hook overlaps ---

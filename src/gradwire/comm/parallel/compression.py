@@ -229,6 +229,16 @@ class Compression:
             "gradwire.compress_gradients for the copy of the model."
         )
 
+    def __repr__(self) -> str:
+        """The method, ranks, bytes sent, ratio, error feedback and steps."""
+        reducer, traffic = self.reducer, self.traffic
+        ratio = f", {traffic['raw'] / traffic['sent']:.1f} times fewer" if traffic["sent"] else ""
+        feedback = "with" if reducer.codec.options.feedback else "without"
+        return (
+            f"<{reducer.compressor!r} over {reducer.world} ranks {feedback} error feedback: {traffic['sent']:,} of "
+            f"{traffic['raw']:,} bytes sent{ratio}, in {self.step} steps>"
+        )
+
     @property
     def traffic(self) -> dict[str, Any]:
         """Bytes of this rank since the start: ``raw`` is what float32 would have sent, ``sent`` what was sent.
