@@ -28,7 +28,6 @@ from gradwire.comm.collectives import Reducer
 from gradwire.comm.compressors import build
 from gradwire.comm.parallel import (
     accumulation,
-    available,
     checkpoint_state,
     clip_grad_norm,
     full_state_dict,
@@ -399,7 +398,7 @@ def foreign_model(rank, world, group):
 
 
 def test_bad_input_is_reported(world):
-    assert available() == sorted([*STRATEGIES, "hsdp"])
+    assert topology.STRATEGIES.available() == sorted([*STRATEGIES, "hsdp"])
     with pytest.raises(BadInput, match=r"unknown strategy 'fsdp3'\. Did you mean 'fsdp"):
         world(1).run(unknown_strategy)
     with pytest.raises(BadInput, match=r"Even was not returned by gradwire\.comm\.parallel\.wrap"):

@@ -26,8 +26,9 @@ from torch.utils.checkpoint import checkpoint
 from gradwire import comm_hook, compress_gradients
 from gradwire.base.errors import BadInput, RunFault
 from gradwire.comm.collectives import IslandReducer, Reducer, build_islands
-from gradwire.comm.parallel import available, hook, wrap
+from gradwire.comm.parallel import hook, wrap
 from gradwire.comm.parallel.strategies.fsdp2 import Collective
+from gradwire.comm.topology import STRATEGIES
 
 
 def noise(seed, *shape):
@@ -518,7 +519,7 @@ def on_a_mesh(rank, world, group):
         name: refusal(lambda model=model, of=of: hook(model, Reducer("none", of)))
         for name, (model, of) in hooked.items()
     }
-    for way in available():
+    for way in STRATEGIES.available():
         for name, made in (
             ("sharded", fully_shard_over(mesh)),
             ("hybrid", hybrid()),

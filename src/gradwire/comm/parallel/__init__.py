@@ -15,16 +15,11 @@ from gradwire.comm.parallel.state import (
     replicated,
 )
 from gradwire.comm.parallel.strategy import accumulation, clip_grad_norm, strategy_of
-from gradwire.comm.parallel.wrap import (
-    available,
-    strategy_class,
-    wrap,
-)
+from gradwire.comm.parallel.wrap import strategy_class, wrap
 
 __all__ = [
     "Compression",
     "accumulation",
-    "available",
     "block_sizes",
     "checkpoint_state",
     "clip_grad_norm",

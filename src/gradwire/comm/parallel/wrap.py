@@ -31,11 +31,6 @@ from gradwire.comm.parallel.strategy import Strategy, attach, check_reducer, che
 from gradwire.comm.topology import STRATEGIES
 
 
-def available() -> list[str]:
-    """Return the names of all strategies, sorted."""
-    return STRATEGIES.available()
-
-
 def strategy_class(name: str) -> type[Strategy]:
     """Return the class of a strategy.
 

@@ -12,6 +12,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache, partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, Self
@@ -468,12 +469,13 @@ def check_whole(module: nn.Module, _: object) -> None:
         )
 
 
+@dataclass(eq=False)
 class AllGather(Collective):
     """A parameter gather with FSDP2's interface.
 
     The layout includes frozen parameters: unlike their gradients, they are sent.
 
-    Args:
+    Attributes:
         gather: The gather.
         layout: The layout of the module's parameters.
         module: Its mode decides: in evaluation mode, everything is sent as float32.
@@ -481,19 +483,11 @@ class AllGather(Collective):
         unchanged: Whether the replica needs no update.
     """
 
-    def __init__(
-        self,
-        gather: ParameterGather,
-        layout: Layout,
-        module: nn.Module,
-        replica: Replica | None,
-        unchanged: Callable[[], bool],
-    ) -> None:
-        self.gather = gather
-        self.layout = layout
-        self.module = module
-        self.replica = replica
-        self.unchanged = unchanged
+    gather: ParameterGather
+    layout: Layout
+    module: nn.Module
+    replica: Replica | None
+    unchanged: Callable[[], bool]
 
     def __call__(
         self,
