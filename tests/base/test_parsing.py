@@ -29,6 +29,11 @@ later: {<<: *x, steps: 4}
     [
         ("a: 1\nb: 2\na: 3\n", "line 3: the key 'a' is given twice"),
         ("a: {b: {c: 1, c: 2}}", "line 1: the key 'c' is given twice"),
+        (
+            "a:\n  b: {c: 1\nd: 2\n",
+            "line 3, column 2: expected ',' or '}', .*, while parsing a flow mapping .* line 2$",
+        ),
+        ("a:\n\tb: 1\n", r"line 2, column 1: found character '\\t' that cannot start any token$"),
         ("!!map [a]", "expected a mapping node"),
         ("a: [", "line 1"),
     ],

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable
 
 WORD, MESSAGE = 500, 10_000  # characters of a word and of a message that are shown in full
+LISTED = 100  # names that a message lists
 DONE, CHECK_FAILED, BAD_INPUT, FAULT, STOPPED = 0, 1, 2, 3, 75
 
 
@@ -67,14 +68,16 @@ def nearest(word: str, known: Iterable[str], most: int = 2) -> list[str]:
     return [lowered[match] for match in difflib.get_close_matches(word.lower(), lowered, n=most, cutoff=0.5)]
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
+def did_you_mean(word: str, known: Iterable[str], most: int = 2) -> str:
     """Return `` Did you mean 'a' or 'b'?`` with the names that are close to a word; nothing without any."""
-    near = nearest(word, known)
-    return f" Did you mean {' or '.join(repr(name) for name in near)}?" if near else ""
+    if not (near := nearest(word, known, most)):
+        return ""
+    *others, last = map(repr, near)
+    return f" Did you mean {', '.join(others)} or {last}?" if others else f" Did you mean {last}?"
 
 
 def unknown(kind: str, word: str, known: Iterable[str]) -> BadInput:
-    """Return the error for an unknown name, with close matches and all valid names.
+    """Return the error for an unknown name, with close matches and all valid names, if they are not too many.
 
     Args:
         kind: What the name should be, for example ``"compressor"``.
@@ -82,5 +85,6 @@ def unknown(kind: str, word: str, known: Iterable[str]) -> BadInput:
         known: All valid names.
     """
     names = sorted(known)
-    hint = did_you_mean(word, names)
-    return BadInput(f"unknown {kind} {word!r}.{hint} Available: {', '.join(names) or 'none'}.")
+    if len(names) > LISTED:
+        return BadInput(f"unknown {kind} {word!r}.{did_you_mean(word, names, 5)} {len(names)} are known.")
+    return BadInput(f"unknown {kind} {word!r}.{did_you_mean(word, names)} Available: {', '.join(names) or 'none'}.")

@@ -405,9 +405,18 @@ def parse_yaml(text: str) -> Any:
     try:
         return yaml.load(text, Loader)
     except yaml.YAMLError as error:
-        raise ValueError(" ".join(str(error).split())) from None
+        raise ValueError(_located(error)) from None
     except RecursionError:
         raise ValueError("it nests too deeply") from None
+
+
+def _located(error: Any) -> str:
+    """What is wrong with YAML, with the line and the column as an editor shows them."""
+    mark, start = getattr(error, "problem_mark", None), getattr(error, "context_mark", None)
+    if mark is None:  # such as a character that YAML does not allow
+        return " ".join(str(error).split())
+    inside = f", {error.context} that begins in line {start.line + 1}" if start else ""
+    return f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}{inside}"
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
