@@ -33,6 +33,8 @@ MOST_THREADS = 30  # of a rank between two tasks
 PRELOAD = (  # imported once, before the ranks fork off
     "gradwire.comm.parallel",
     "gradwire.bench.training.loop",
+    "pandas",
+    "pyarrow.parquet",
     "torch.utils.tensorboard",
     "transformers.models.gpt2.modeling_gpt2",
 )

@@ -1,6 +1,6 @@
 """The state of runs, read from their folders; and what a training writes while it goes on.
 
-Of `rows/status.py`, `bench/progress.py`, `training/monitor.py`.
+Of `rows/status.py`, `bench/steps.py`, `training/monitor.py`.
 """
 
 import json
@@ -15,8 +15,8 @@ import pytest
 
 from gradwire import cli
 from gradwire.bench.config import Run
-from gradwire.bench.progress import PROGRESS, duration
 from gradwire.bench.report.rows.status import look, overview, remaining
+from gradwire.bench.steps import PROGRESS, duration
 from gradwire.bench.training import monitor
 
 HERE = {"excluded": None, "quality_from": None, "shared": True}

@@ -31,8 +31,11 @@ def trained(world, shards, folder, cell, *more, size=4, islands=2, strategy="hsd
 
 def test_bytes_by_class_of_link_are_their_closed_forms(world, shards, tmp_path):
     cells = {"none": {}, "both": {**INT8, "inside": {"method": "bf16", "algorithm": "exchange"}}}
+    short = {"steps": 3, "eval_every": 0}
+    given = {"size": 2, "islands": 1, "strategy": "fsdp2", **short}
+    _, flat = trained(world, shards, tmp_path / "flat", {}, "--no-evaluate", **given)
     for label, cell in cells.items():
-        _, record = trained(world, shards, tmp_path / label, cell, steps=3, eval_every=0)
+        _, record = trained(world, shards, tmp_path / label, cell, "--no-evaluate", **short)
         numel = record["parameters"]
         inside = 3 * 2 * RAW * numel  # each island: (I - 1) / I 4n on each of I ranks, I = 2
         assert record["bytes_between_raw_total"] == 3 * 2 * RAW * numel  # (R - 1) / R 2 * 4n / I on each of 4 ranks
@@ -43,22 +46,13 @@ def test_bytes_by_class_of_link_are_their_closed_forms(world, shards, tmp_path):
         assert record["bytes_compressed_total"] == record["bytes_closed_form_total"]
         both = record["bytes_inside_total"] + record["bytes_between_total"]
         assert both == record["bytes_compressed_total"] + record["bytes_parameters_total"]
-        assert record["bytes_parameters_total"] == 2 * _gathers(world, shards, tmp_path / f"{label} flat", numel)
+        assert record["bytes_parameters_total"] == 2 * flat["bytes_parameters_total"], "of two islands of two"
         ratio = record["compression_ratio_between"]
         assert ratio == (pytest.approx(3.9, abs=0.1) if cell else 1)
         of_inside = record["bytes_inside_total"] - record["bytes_parameters_total"]
         assert of_inside == (inside / 2 if label == "both" else inside)
         assert (record["islands"], record["strategy"]) == (2, "hsdp")
         assert record["run_name"].endswith("ws4-islands2/none/seed0")
-
-
-def _gathers(world, shards, folder, numel):
-    """Bytes that an island of two ranks gathers: those of a flat run of two."""
-    if not hasattr(_gathers, "found"):
-        changes = {"steps": 3, "eval_every": 0, "size": 2, "islands": 1, "strategy": "fsdp2"}
-        _, record = trained(world, shards, folder, {}, **changes)
-        _gathers.found = record["bytes_parameters_total"]
-    return _gathers.found
 
 
 OPTIMIZERS = {

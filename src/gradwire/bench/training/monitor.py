@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from gradwire.base.errors import RunFault
 from gradwire.base.files import atomic_write, write_json, writing
-from gradwire.bench.progress import PROGRESS, duration, progress_text
+from gradwire.bench.steps import PROGRESS, duration, progress_text
 from gradwire.bench.training.settings import Settings
 from gradwire.comm.collectives.world import World
 

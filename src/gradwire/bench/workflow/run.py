@@ -27,10 +27,10 @@ from gradwire.base.parent_watch import PARENT
 from gradwire.base.strict import Strict
 from gradwire.bench.config import Run
 from gradwire.bench.config.file import check, read
-from gradwire.bench.progress import duration
 from gradwire.bench.report.rows.record import read_results
 from gradwire.bench.report.rows.runs import unusable
 from gradwire.bench.report.rows.status import State, look, remaining
+from gradwire.bench.steps import duration
 
 FOLDER = Path(__file__).parent / "files"  # `workflow/` of the checkout
 PROFILES = FOLDER / "profiles"

@@ -16,8 +16,8 @@ from gradwire.base.files import read_json
 from gradwire.base.flags import SECONDS
 from gradwire.base.strict import Strict
 from gradwire.bench.config import Run
-from gradwire.bench.progress import PROGRESS, duration, progress_text
 from gradwire.bench.report.rows.runs import EXPECTED, asked_for
+from gradwire.bench.steps import PROGRESS, duration, progress_text
 
 SILENT = 60.0  # seconds without progress after which a run counts as stopped
 ORDER = ("running", "stopped", "failed", "diverged", "done", "waiting", "skipped")
