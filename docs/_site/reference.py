@@ -50,7 +50,7 @@ ROOMS = {  # page: its title and modules
     "collectives": (
         "Collectives",
         (
-            "gradwire.comm.collectives.feedback",
+            "gradwire.comm.collectives.codec",
             "gradwire.comm.collectives.layout",
             "gradwire.comm.collectives.meter",
             "gradwire.comm.collectives.world",

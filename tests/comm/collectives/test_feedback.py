@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
+from typing import get_args
 
 import pytest
 import torch
 from samples import METHODS, generator, normal
 
-from gradwire.comm.collectives.feedback import RESIDUAL_DTYPES, Feedback
+from gradwire.comm.collectives.codec import Feedback
 from gradwire.comm.compressors import build
 from gradwire.comm.compressors.base import Compressor, Quantizer
 from gradwire.comm.compressors.sparse import Sparsifier
+from gradwire.comm.reduction import ResidualDtype
 
 ROUNDING = 2.0**-24  # of one float32 operation, relative to its result
-RESIDUALS = RESIDUAL_DTYPES
+RESIDUALS = get_args(ResidualDtype)
 
 
 def feeds_back(compressor: Compressor) -> bool:

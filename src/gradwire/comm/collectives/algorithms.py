@@ -19,8 +19,7 @@ from torch import Tensor
 
 from gradwire.comm.closed_forms import total_bytes
 from gradwire.comm.collectives import ops
-from gradwire.comm.collectives.codec import Codec, counted
-from gradwire.comm.collectives.feedback import Feedback
+from gradwire.comm.collectives.codec import Codec, Feedback, counted
 from gradwire.comm.collectives.layout import Kind, Layout, Piece
 from gradwire.comm.collectives.meter import Meter
 from gradwire.comm.collectives.plan import FLOAT32, Plan, Sizes

@@ -2,7 +2,7 @@
 
 Seide et al., "1-Bit Stochastic Gradient Descent and its Application to Data-Parallel Distributed Training of Speech
 DNNs" (Interspeech 2014), with a pair of means per block of consecutive elements where the paper has one per column of a
-matrix. The paper relies on error feedback (`gradwire.comm.collectives.feedback`).
+matrix. The paper relies on error feedback (`gradwire.comm.collectives.codec`).
 
 Wire, for n elements in row-major order and b blocks: b pairs of float32, the mean of the elements that are not negative
 and the mean of those that are (0 where a side is empty); then n bits, 1 where ``x < 0``, packed
