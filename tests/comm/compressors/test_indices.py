@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,11 +13,12 @@ from hypothesis import strategies as st
 
 from gradwire.base.errors import BadInput
 from gradwire.comm.compressors import indices
-from gradwire.comm.compressors.kernels.cpu import indices as fused
+from gradwire.comm.compressors.kernels.cpu import sparse
 
 CODES = ["auto", "int32", "bitmap", "rice"]
 every_code = pytest.mark.parametrize("code", CODES)
-every_form = pytest.mark.parametrize("form", [indices, fused], ids=["plain", "fused"])
+FUSED = SimpleNamespace(encode=sparse.encode_places, decode=sparse.decode_places)
+every_form = pytest.mark.parametrize("form", [indices, FUSED], ids=["plain", "fused"])
 
 
 @st.composite

@@ -1,7 +1,6 @@
 """The CUDA forms have the plain forms' bytes: on a GPU where there is one, else in Triton's interpreter.
 
-Of `kernels/cuda/casts.py`, `kernels/cuda/quantizers.py`, `kernels/cuda/segments.py`, `kernels/cuda/signs.py`,
-`kernels/cuda/__init__.py`.
+Of `kernels/cuda/__init__.py`, `kernels/cuda/quantizers.py`, `kernels/cuda/signs.py`.
 """
 
 from __future__ import annotations

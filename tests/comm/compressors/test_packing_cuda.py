@@ -10,8 +10,8 @@ from gradwire.comm.compressors.packing import pack, packed_bytes
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
-load_packed = pytest.importorskip("gradwire.comm.compressors.kernels.cuda.segments").load_packed
-store_packed = pytest.importorskip("gradwire.comm.compressors.kernels.cuda.segments").store_packed
+load_packed = pytest.importorskip("gradwire.comm.compressors.kernels.cuda").load_packed
+store_packed = pytest.importorskip("gradwire.comm.compressors.kernels.cuda").store_packed
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TILE = 256

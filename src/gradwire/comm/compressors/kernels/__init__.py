@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, ClassVar, Protocol
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,18 +22,6 @@ from gradwire.comm.compressors.methods import FAMILIES
 from gradwire.comm.compressors.segments import Buffers, Segment, Segments
 
 OLDEST = (8, 0)  # compute capability that Triton compiles for
-
-
-class Method(Protocol):
-    """A compressor, as far as it is looked at here."""
-
-    name: ClassVar[str]
-
-    def __hash__(self) -> int:
-        """Equal builds have equal hashes."""
-
-    def wire_bytes(self, shape: tuple[int, ...]) -> int | None:
-        """The size of an encoding."""
 
 
 # Why: docs/decisions.md, "Plain and fused forms, by one protocol".
@@ -62,7 +51,7 @@ class Kernel:
     place: Callable[..., Tensor] | None = None
     rotate_many: Callable[..., Tensor] | None = None
 
-    def encode(self, method: Method, x: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor] | None:
+    def encode(self, method: Any, x: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor] | None:
         """The encoding of one tensor, and whether it is not representable (uint8 [1]); None: the plain form has it."""
         shape = tuple(x.shape)
         if self.encode_many is None or (size := method.wire_bytes(shape)) is None:
@@ -72,7 +61,7 @@ class Kernel:
         self.encode_many(method, Buffers(x.view(-1), alone(method, shape), wire, [generator], bad, None))
         return wire, bad
 
-    def decode(self, method: Method, wire: Tensor, shape: tuple[int, ...]) -> Tensor | None:
+    def decode(self, method: Any, wire: Tensor, shape: tuple[int, ...]) -> Tensor | None:
         """float32 with as many elements as ``shape`` has; None: the plain form has it."""
         if self.decode_add is None or method.wire_bytes(shape) is None:
             return None
@@ -85,7 +74,7 @@ class Kernel:
 PLAIN = Kernel()
 
 
-def find(method: Method, device: torch.device) -> Kernel:
+def find(method: Any, device: torch.device) -> Kernel:
     """The fused operations of ``method`` on ``device``.
 
     Raises:
@@ -117,17 +106,17 @@ def check_capability(name: str, index: int | None) -> None:
 @cache
 def load(kind: str, name: str) -> Kernel:
     """The fused operations of a method, if it has any and their compiler is installed."""
-    module = f"{__name__}.{kind}.{FAMILIES.get(name, name)}"
-    if kind not in ("cpu", "cuda") or find_spec(module) is None:
+    family = FAMILIES.get(name, name)
+    if not Path(__file__).parent.joinpath(kind, f"{family}.py").is_file():
         return PLAIN
     if kind == "cuda" and find_spec("triton") is None:
         warnings.warn(f"triton is not installed: {name} runs on CUDA in its plain, slow form", stacklevel=4)
         return PLAIN
-    kernels: dict[str, Kernel] = vars(import_module(module)).get("KERNELS", {})
+    kernels: dict[str, Kernel] = import_module(f"{__name__}.{kind}.{family}").KERNELS
     return kernels.get(name, PLAIN)
 
 
 @lru_cache(4096)
-def alone(method: Method, shape: tuple[int, ...]) -> Segments:
+def alone(method: Any, shape: tuple[int, ...]) -> Segments:
     """A table of one tensor."""
     return Segments([Segment(0, shape, 0, method.wire_bytes(shape))])

@@ -1,8 +1,7 @@
 """One file per compressor, named as the compressor; the registry finds them by listing this folder."""
 
 FAMILIES = {
-    **dict.fromkeys(("bf16", "fp16"), "casts"),
-    **dict.fromkeys(("int8", "qsgd"), "quantizers"),
+    **dict.fromkeys(("int8", "qsgd", "bf16", "fp16", "hadamard"), "quantizers"),
     **dict.fromkeys(("signsgd", "onebit"), "signs"),
     **dict.fromkeys(("topk", "randomk"), "sparse"),
 }

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import numpy as np
 
-from gradwire.comm.compressors.kernels import Kernel
 from gradwire.comm.compressors.kernels.cpu import (
     INFINITY,
+    NUMEL,
     TILE,
+    WHOLE,
+    Chunk,
+    Segmented,
+    blocks_and,
     compiled,
     largest,
     pack_tile,
     summing,
     unpack_tile,
 )
-from gradwire.comm.compressors.kernels.cpu.segments import NUMEL, WHOLE, Chunk, Segmented, blocks_and
 
 
 @compiled
@@ -36,11 +39,12 @@ def decode_signsgd(chunk: Chunk) -> bool:
     settings, row, first, x, _, wire = chunk
     scaled, block = settings
     if not scaled:
-        decode_signs(np.full(1, np.nan if wire[0] else 1.0, np.float32), wire[1:], max(1, x.size), x)
+        scales = np.full(1, np.nan if wire[0] else 1.0, np.float32)
+        decode_sides(scales, -scales, wire[1:], max(1, x.size), x)
     else:
         head = 4 * ((row[NUMEL] + block - 1) // block)
-        scales = wire[:head].view(np.float32)[first // block :]
-        decode_signs(scales, wire[head + first // 8 :], block, x)
+        scales = wire[:head].view(np.float32)[first // block : (first + x.size + block - 1) // block]
+        decode_sides(scales, -scales, wire[head + first // 8 :], block, x)
     return True
 
 
@@ -97,16 +101,17 @@ def magnitude_sum(x: np.ndarray) -> float:
 
 
 @compiled
-def decode_signs(scales: np.ndarray, packed: np.ndarray, block: int, out: np.ndarray) -> None:
-    """Fill ``out`` (float32), whose first element is a block's first."""
+def decode_sides(zero: np.ndarray, one: np.ndarray, packed: np.ndarray, block: int, out: np.ndarray) -> None:
+    """Fill ``out`` (float32), whose first element is a block's first, with the values of its blocks' bits."""
     codes = np.empty(TILE, np.uint8)
     for start in range(0, out.size, TILE):
         end = min(start + TILE, out.size)
         unpack_tile(packed[start // 8 :], end - start, 1, codes)
         position = start
         while position < end:
-            stop = min((position // block + 1) * block, end)
-            choose(codes[position - start :], scales[position // block], -scales[position // block], out[position:stop])
+            owner = position // block
+            stop = min((owner + 1) * block, end)
+            choose(codes[position - start :], zero[owner], one[owner], out[position:stop])
             position = stop
 
 
@@ -132,8 +137,8 @@ def decode_onebit(chunk: Chunk) -> bool:
     settings, row, first, x, _, wire = chunk
     block = settings[0]
     head = 8 * ((row[NUMEL] + block - 1) // block)
-    means = wire[:head].view(np.float32)
-    decode_blocks(means[first // block * 2 :], wire[head + first // 8 :], block, x)
+    means = wire[:head].view(np.float32)[first // block * 2 :]
+    decode_sides(means[::2], means[1::2], wire[head + first // 8 :], block, x)
     return True
 
 
@@ -175,36 +180,15 @@ def sides(x: np.ndarray) -> tuple[float, float, int]:
     return rest, negative, negatives
 
 
-@compiled
-def decode_blocks(means: np.ndarray, packed: np.ndarray, block: int, out: np.ndarray) -> None:
-    """Fill ``out`` (float32), whose first element is a block's first."""
-    codes = np.empty(TILE, np.uint8)
-    for start in range(0, out.size, TILE):
-        end = min(start + TILE, out.size)
-        unpack_tile(packed[start // 8 :], end - start, 1, codes)
-        position = start
-        while position < end:
-            owner = position // block
-            stop = min((owner + 1) * block, end)
-            choose(codes[position - start :], means[2 * owner], means[2 * owner + 1], out[position:stop])
-            position = stop
-
-
-signsgd = Segmented(
-    "signsgd",
-    encode_signsgd,
-    decode_signsgd,
-    settings=lambda method: (method.scale == "mean", method.block),
-    chunk=lambda method: blocks_and(TILE)(method) if method.scale == "mean" else WHOLE,  # the first byte is of all
-)
-onebit = Segmented(
-    "onebit",
-    encode_onebit,
-    decode_onebit,
-    settings=lambda method: (method.block,),
-    chunk=blocks_and(TILE),
-)
 KERNELS = {
-    "signsgd": Kernel(encode_many=signsgd.encode_many, decode_add=signsgd.decode_add),
-    "onebit": Kernel(encode_many=onebit.encode_many, decode_add=onebit.decode_add),
+    "signsgd": Segmented(
+        "signsgd",
+        encode_signsgd,
+        decode_signsgd,
+        settings=lambda method: (method.scale == "mean", method.block),
+        chunk=lambda method: blocks_and(TILE)(method) if method.scale == "mean" else WHOLE,  # the first byte is of all
+    ).kernel(),
+    "onebit": Segmented(
+        "onebit", encode_onebit, decode_onebit, settings=lambda method: (method.block,), chunk=blocks_and(TILE)
+    ).kernel(),
 }

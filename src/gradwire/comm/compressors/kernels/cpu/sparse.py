@@ -1,4 +1,4 @@
-"""topk and randomk on a CPU core; magnitudes as in `sparse.magnitudes`.
+"""topk and randomk on a CPU core, and the codes of places; magnitudes as in `sparse.magnitudes`.
 
 topk reads x twice: to find the least magnitude that is kept, and to collect what reaches it. randomk makes its
 permutation a tile at a time.
@@ -10,20 +10,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gradwire.comm.compressors import indices
 from gradwire.comm.compressors.base import Shape, numel
+from gradwire.comm.compressors.indices import CODES, HEADER, CodeName, choose, rice_planes, without_header
 from gradwire.comm.compressors.kernels import Kernel
-from gradwire.comm.compressors.kernels.cpu import INFINITY, TILE, compiled, fill_words, indices, largest
-from gradwire.comm.compressors.kernels.cpu.indices import read, write
-from gradwire.comm.compressors.kernels.cpu.segments import (
+from gradwire.comm.compressors.kernels.cpu import (
     AT,
     BLANK,
+    INFINITY,
     NUMEL,
     SIZE,
     START,
     SUM,
+    TILE,
     WHOLE,
     Chunk,
     Segmented,
+    compiled,
+    fill_words,
+    largest,
 )
 from gradwire.comm.compressors.methods.randomk import LAST_SHIFT, MIX, ROUNDS, SEED, RandomK, halves
 from gradwire.comm.compressors.methods.topk import TopK
@@ -34,6 +39,133 @@ MAGNITUDE = np.int32(0x7FFFFFFF)  # signed numbers compare faster
 FIRST_SHIFT, FIRST_WIDTH = 20, 11  # the first digit of a magnitude of 31 bits; two of 10 bits follow
 WIDTH = 10
 FINITE = 0x7F800000 >> FIRST_SHIFT  # from this first digit on it is not finite
+
+WIDEST = 32  # low bits that the loops' 64-bit buffers have room for
+INT32, RICE = (list(CODES).index(code) for code in ("int32", "rice"))
+
+
+def encode_places(places: Tensor, n: int, code: CodeName) -> Tensor:
+    """The same bytes as `indices.encode`."""
+    chosen, low, lower, size = fixed(n, places.numel(), code)
+    if low > WIDEST:
+        return indices.encode(places, n, code)
+    wire = torch.empty(size, dtype=torch.uint8, device="cpu")
+    write(places.numpy(), chosen, low, lower, wire.numpy())
+    return wire
+
+
+def decode_places(wire: Tensor, n: int, k: int, code: CodeName) -> tuple[Tensor, int]:
+    """The same indices as `indices.decode`, or its errors."""
+    chosen, low, lower, size = fixed(n, k, code)
+    without_header(wire, n, k, code)
+    if low > WIDEST:
+        return indices.decode(wire, n, k, code)
+    places = torch.empty(k, dtype=torch.int64, device="cpu")
+    if not read(wire[:size].numpy(), chosen, low, lower, n, places.numpy()):
+        raise ValueError(f"invalid payload: the indices are not ascending, distinct and below {n}, or not {k}")
+    return places, size
+
+
+@compiled
+def write_rice(places: np.ndarray, low: int, lower: np.ndarray, upper: np.ndarray) -> None:
+    """Fill both planes (uint8, zeros)."""
+    mask = (1 << low) - 1
+    pending, bits, position = 0, 0, 0
+    for i in range(places.size):
+        unary = i + (places[i] >> low)
+        upper[unary >> 3] |= np.uint8(1 << (unary & 7))
+        pending |= (places[i] & mask) << bits
+        bits += low
+        while bits >= 8:
+            lower[position] = pending & 255
+            position += 1
+            pending >>= 8
+            bits -= 8
+    if bits:
+        lower[position] = pending
+
+
+@compiled
+def read_rice(lower: np.ndarray, upper: np.ndarray, low: int, n: int, places: np.ndarray) -> int:
+    """Fill ``places``; how many there are, up to the first that is out of order, or more than there is room for."""
+    mask = (1 << low) - 1
+    pending, bits, position = np.int64(0), 0, 0
+    count = 0
+    for byte in range(upper.size):
+        marks = upper[byte]
+        bit = 8 * byte
+        while marks:
+            if marks & 1:
+                if count == places.size:
+                    return count + 1
+                while bits < low:
+                    pending |= np.int64(lower[position]) << bits
+                    position += 1
+                    bits += 8
+                place = (bit - count) << low | (pending & mask)
+                if place >= n or (count and place <= places[count - 1]):
+                    return count
+                places[count] = place
+                count += 1
+                pending >>= low
+                bits -= low
+            marks >>= 1
+            bit += 1
+    return count
+
+
+def fixed(n: int, k: int, code: CodeName) -> tuple[int, int, int, int]:
+    """The arguments of `write` and `read` for k indices below n: the code, `rice_planes`' first two, and all bytes."""
+    chosen = choose(n, k, code)
+    low, lower, _ = rice_planes(n, k)
+    return list(CODES).index(chosen), low, lower, HEADER + CODES[chosen].size(n, k)
+
+
+@compiled
+def write(places: np.ndarray, code: int, low: int, lower: int, wire: np.ndarray) -> None:
+    """Fill ``wire`` (uint8) with header and body."""
+    wire[0] = code
+    body = wire[HEADER:]
+    if code == INT32:
+        numbers = body.view(np.int32)
+        for i in range(places.size):
+            numbers[i] = places[i]
+        return
+    body[:] = 0
+    if code == RICE:
+        write_rice(places, low, body[:lower], body[lower:])
+    else:
+        for i in range(places.size):
+            body[places[i] >> 3] |= np.uint8(1 << (places[i] & 7))
+
+
+@compiled
+def read(wire: np.ndarray, code: int, low: int, lower: int, n: int, places: np.ndarray) -> bool:
+    """Fill ``places`` (int64 [k]); whether ``wire`` encodes that many, ascending, distinct and below ``n``."""
+    body = wire[HEADER:]
+    if wire[0] != code:
+        return False
+    if code == INT32:
+        numbers, last = body.view(np.int32), -1
+        for i in range(places.size):
+            places[i] = numbers[i]
+            if places[i] <= last or places[i] >= n:
+                return False
+            last = places[i]
+        return True
+    if code == RICE:
+        return read_rice(body[:lower], body[lower:], low, n, places) == places.size
+    count = 0
+    for place in range(n):
+        if body[place >> 3] >> (place & 7) & 1:
+            if count == places.size:
+                return False
+            places[count] = place
+            count += 1
+    return count == places.size
+
+
+# topk
 
 
 def place(method: Sparsifier, values: Tensor, places: Tensor, shape: Shape) -> Tensor:
@@ -150,7 +282,7 @@ def largest_places(bits: np.ndarray, k: int) -> tuple[np.ndarray, bool]:
     return places[:k], bool(counts[FINITE:].any())
 
 
-KEPT, CODE, LOW, LOWER, HEAD = range(SIZE + 1, SIZE + 6)  # of a row: k, and the results of `indices.fixed`
+KEPT, CODE, LOW, LOWER, HEAD = range(SIZE + 1, SIZE + 6)  # of a row: k, and the results of `fixed`
 
 
 def pick_topk(method: TopK, x: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -158,7 +290,7 @@ def pick_topk(method: TopK, x: Tensor, generator: torch.Generator | None) -> tup
     largest, bad = largest_places(x.view(-1).numpy().view(np.int32), method.kept(x.numel()))
     kept = torch.from_numpy(largest)
     return (
-        indices.encode(kept, x.numel(), method.indices),
+        encode_places(kept, x.numel(), method.indices),
         x.view(-1)[kept],
         torch.tensor([bad], dtype=torch.bool, device="cpu"),
     )
@@ -166,13 +298,13 @@ def pick_topk(method: TopK, x: Tensor, generator: torch.Generator | None) -> tup
 
 def topk_places(method: TopK, wire: Tensor, shape: Shape) -> tuple[Tensor, int]:
     """Read the code of the places."""
-    return indices.decode(wire, numel(shape), method.kept(shape), method.indices)
+    return decode_places(wire, numel(shape), method.kept(shape), method.indices)
 
 
 def topk_row(method: TopK, n: int) -> tuple[int, ...]:
     """`KEPT` to `HEAD`."""
     k = method.kept(n)
-    return k, *indices.fixed(n, k, method.indices)
+    return k, *fixed(n, k, method.indices)
 
 
 @compiled
@@ -308,8 +440,6 @@ topk = Segmented(
     decoder=decode_all_topk,
 )
 KERNELS = {
-    "topk": Kernel(
-        encode_many=topk.encode_many, decode_add=topk.decode_add, pick=pick_topk, places=topk_places, place=place
-    ),
+    "topk": topk.kernel(pick=pick_topk, places=topk_places, place=place),
     "randomk": Kernel(pick=pick_randomk, places=randomk_places, place=place),
 }

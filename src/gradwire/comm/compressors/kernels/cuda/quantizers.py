@@ -1,4 +1,4 @@
-"""Methods whose blocks share a number, on CUDA: one pass, each program a tile of whole blocks."""
+"""int8, qsgd, fp16 and bf16 on CUDA: one pass, each program a tile of whole blocks."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ from typing import Any
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from gradwire.comm.compressors.base import SMALLEST_SCALE
-from gradwire.comm.compressors.kernels import Kernel
-from gradwire.comm.compressors.kernels.cuda.segments import (
+from gradwire.comm.compressors.kernels.cuda import (
     INFINITY,
     SIGNLESS,
     Segmented,
@@ -25,21 +23,15 @@ from gradwire.comm.compressors.kernels.cuda.segments import (
     store_packed,
     uniforms,
 )
+from gradwire.comm.compressors.methods.bf16 import BF16
+from gradwire.comm.compressors.methods.fp16 import FP16
 from gradwire.comm.compressors.methods.int8 import Int8
 from gradwire.comm.compressors.methods.qsgd import QSGD
 
 TINY = tl.constexpr(SMALLEST_SCALE)
 TILE = 4096  # elements in a program's tile, or one block if that is larger
-
-
-def tiled(method: Any) -> dict:
-    """The block and the tile of a method's kernels."""
-    return {"BLOCK": method.block, "TILE": max(TILE, method.block)}
-
-
-def whole_blocks(method: Any) -> bool:
-    """Whether blocks fill a tile evenly."""
-    return fills_tiles(method.block)
+HALF = tl.constexpr(2)  # bytes
+UNIT = tl.constexpr(2.0**112)  # what float32's exponents are larger by than float16's
 
 
 # int8 and qsgd
@@ -104,50 +96,86 @@ def decode(
     put(out + start, offsets, tl.reshape(values, [TILE]), offsets < left, ONTO)
 
 
-def decoding_int8(method: Int8) -> dict:
+def decoding(method: Int8 | QSGD) -> dict[str, Any]:
     """The constants of `decode`."""
-    return {**tiled(method), "BITS": method.num_bits, "TOP": method.top, "STEPS": True}
+    shape = {"BLOCK": method.block, "TILE": max(TILE, method.block), "BITS": method.num_bits}
+    if isinstance(method, Int8):
+        return {**shape, "TOP": method.top, "STEPS": True}
+    return {**shape, "TOP": method.levels, "STEPS": False}
 
 
-def encoding_int8(method: Int8, x: Tensor) -> dict:
+def encoding(method: Int8 | QSGD) -> dict[str, Any]:
     """The constants of `encode`."""
-    rounding = {"STOCHASTIC": method.rounding == "stochastic", "L2": False, "enable_fp_fusion": False}
-    return {**decoding_int8(method), **rounding}
+    norm = isinstance(method, QSGD) and method.norm
+    return {**decoding(method), "STOCHASTIC": draws(method), "L2": norm == "l2", "enable_fp_fusion": False}
 
 
-def decoding_qsgd(method: QSGD) -> dict:
-    """The constants of `decode`."""
-    return {**tiled(method), "BITS": method.num_bits, "TOP": method.levels, "STEPS": False}
+def draws(method: Int8 | QSGD) -> bool:
+    """Whether the method takes seeds."""
+    return isinstance(method, QSGD) or method.rounding == "stochastic"
 
 
-def encoding_qsgd(method: QSGD, x: Tensor) -> dict:
-    """The constants of `encode`."""
-    rounding = {"STOCHASTIC": True, "L2": method.norm == "l2", "enable_fp_fusion": False}
-    return {**decoding_qsgd(method), **rounding}
+# bf16 and fp16
 
 
-def kernel(covers: Any, *form: Any, **options: Any) -> Kernel:
-    """The fused form of a method, from the arguments of `Segmented`."""
-    segmented = Segmented(*form, **options)
-    return Kernel(covers, encode_many=segmented.encode_many, decode_add=segmented.decode_add)
+@triton.jit
+def encode_cast(x, table, tiles, seeds, wire, bad, ALIGN: tl.constexpr, TILE: tl.constexpr, BRAIN: tl.constexpr):
+    """Round a tile to nearest, ties to even; sets ``bad`` where a number is not finite, or no longer is."""
+    segment, tile, start, left, _, head = place(table, tiles, ALIGN, TILE)
+    offsets = tl.arange(0, TILE)
+    mask = offsets < left
+    values = tl.load(x + start + offsets, mask=mask, other=0.0)
+    bits = values.to(tl.int32, bitcast=True)
+    if BRAIN:
+        rounded = bits + 0x7FFF + ((bits >> 16) & 1)
+        worst = tl.max(tl.where((bits & SIGNLESS) >= INFINITY, INFINITY, rounded & SIGNLESS), axis=0) >= INFINITY
+        codes = (rounded >> 16) & 0xFFFF
+        codes = tl.where((bits & SIGNLESS) > INFINITY, 0x7FC0, codes)  # rounding may carry a NaN over
+    else:
+        codes = values.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+        worst = tl.max(codes & 0x7FFF, axis=0) >= 0x7C00
+    if worst:
+        tl.store(bad + segment, 1)
+    out = wire + head + HALF * (tile * TILE + offsets)
+    if ALIGN >= HALF:
+        tl.store(out.to(tl.pointer_type(tl.int16)), codes.to(tl.int16), mask=mask)
+    else:
+        tl.store(out, codes.to(tl.uint8), mask=mask)
+        tl.store(out + 1, (codes >> 8).to(tl.uint8), mask=mask)
 
 
-def scales(method: Any, n: int) -> int:
-    """Bytes of a float32 per block."""
-    return 4 * method.blocks(n)
+@triton.jit
+def decode_cast(
+    wire, table, tiles, out, ALIGN: tl.constexpr, ONTO: tl.constexpr, TILE: tl.constexpr, BRAIN: tl.constexpr
+):  # fmt: skip
+    """Cast a tile back to float32, exactly."""
+    _, tile, start, left, _, head = place(table, tiles, ALIGN, TILE)
+    offsets = tl.arange(0, TILE)
+    mask = offsets < left
+    places = wire + head + HALF * (tile * TILE + offsets)
+    if ALIGN >= HALF:
+        codes = tl.load(places.to(tl.pointer_type(tl.int16)), mask=mask, other=0).to(tl.int32) & 0xFFFF
+    else:
+        codes = tl.load(places, mask=mask, other=0).to(tl.int32)
+        codes = codes | (tl.load(places + 1, mask=mask, other=0).to(tl.int32) << 8)
+    if BRAIN:
+        bits = codes << 16
+    else:  # the bits move to where float32 has them, and a power of two moves the exponent; a cast would need memory
+        moved = (codes & 0x7FFF) << 13
+        scaled = moved.to(tl.float32, bitcast=True) * UNIT
+        bits = tl.where(moved >= 0x7C00 << 13, moved | INFINITY, scaled.to(tl.int32, bitcast=True))
+        bits = bits | ((codes & 0x8000) << 16)
+    values = bits.to(tl.float32, bitcast=True)
+    put(out, start + offsets, values, mask, ONTO)
 
 
-KERNELS = {
-    "int8": kernel(
-        whole_blocks, encode, decode, scales, encoding_int8, decoding_int8, lambda m: m.rounding == "stochastic"
-    ),
-    "qsgd": kernel(
-        lambda m: fills_tiles(m.block) and m.num_bits in (8, 4, 2),
-        encode,
-        decode,
-        scales,
-        encoding_qsgd,
-        decoding_qsgd,
-        lambda m: True,
-    ),
-}
+def constants(method: BF16 | FP16) -> dict[str, Any]:
+    """The constants of both kernels."""
+    return {"TILE": TILE, "BRAIN": isinstance(method, BF16)}
+
+
+blocks = Segmented(encode, decode, lambda method, n: 4 * method.blocks(n), encoding, decoding, draws).kernel(
+    covers=lambda method: fills_tiles(method.block) and method.num_bits in (8, 4, 2)
+)
+cast = Segmented(encode_cast, decode_cast, lambda method, n: 0, constants, constants).kernel()
+KERNELS = {**dict.fromkeys(("int8", "qsgd"), blocks), **dict.fromkeys(("bf16", "fp16"), cast)}

@@ -6,8 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gradwire.comm.compressors.kernels import Kernel
-from gradwire.comm.compressors.kernels.cuda.segments import (
+from gradwire.comm.compressors.kernels.cuda import (
     INFINITY,
     SIGNLESS,
     Segmented,
@@ -27,7 +26,7 @@ TILE = 4096  # elements that a program decodes
 WARP = 2048  # elements that a warp encodes, or part of one block: blocks within a warp take the fewest shuffles to sum
 
 
-def encoding_signsgd(method: SignSGD, x: Tensor) -> dict:
+def encoding_signsgd(method: SignSGD) -> dict:
     """The constants of `encode_signsgd`."""
     scaled = method.scale == "mean"
     tile = max(WARP, method.block) if scaled else WARP
@@ -40,7 +39,7 @@ def decoding_signsgd(method: SignSGD) -> dict:
     return {"BLOCK": method.block if scaled else TILE, "TILE": TILE, "SCALED": scaled}
 
 
-def finish_signsgd(method: SignSGD, segments: Segments, wire: Tensor, bad: Tensor, options: dict) -> None:
+def finish_signsgd(method: SignSGD, segments: Segments, wire: Tensor, bad: Tensor) -> None:
     """Without scales: the byte before the signs."""
     if method.scale == "none":
         wire[segments.table(wire.device)[:, 2]] = bad
@@ -94,7 +93,7 @@ def decode_signsgd(
     put(out + start, offsets, tl.where(negative == 1, -scale[:, None], scale[:, None]), offsets < left, ONTO)
 
 
-def encoding_onebit(method: OneBit, x: Tensor) -> dict:
+def encoding_onebit(method: OneBit) -> dict:
     """The constants of `encode_onebit`."""
     warp = WARP // 2  # as it holds two sums, too
     tile = max(warp, method.block)
@@ -155,24 +154,16 @@ def decode_onebit(
     put(out + start, offsets, tl.where(negative == 1, low[:, None], high[:, None]), offsets < left, ONTO)
 
 
-signsgd = Segmented(
-    encode_signsgd,
-    decode_signsgd,
-    lambda method, n: method.head_bytes(n),
-    encoding_signsgd,
-    decoding_signsgd,
-    finish=finish_signsgd,
-)
-onebit = Segmented(
-    encode_onebit, decode_onebit, lambda method, n: 8 * method.blocks(n), encoding_onebit, decoding_onebit
-)
 KERNELS = {
-    "signsgd": Kernel(
-        lambda method: method.scale == "none" or fills_tiles(method.block),
-        encode_many=signsgd.encode_many,
-        decode_add=signsgd.decode_add,
-    ),
-    "onebit": Kernel(
-        lambda method: fills_tiles(method.block), encode_many=onebit.encode_many, decode_add=onebit.decode_add
-    ),
+    "signsgd": Segmented(
+        encode_signsgd,
+        decode_signsgd,
+        lambda method, n: method.head_bytes(n),
+        encoding_signsgd,
+        decoding_signsgd,
+        finish=finish_signsgd,
+    ).kernel(covers=lambda method: method.scale == "none" or fills_tiles(method.block)),
+    "onebit": Segmented(
+        encode_onebit, decode_onebit, lambda method, n: 8 * method.blocks(n), encoding_onebit, decoding_onebit
+    ).kernel(covers=lambda method: fills_tiles(method.block)),
 }
