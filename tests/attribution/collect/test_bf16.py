@@ -6,7 +6,6 @@ import json
 
 import pytest
 import torch
-from small_model import make
 
 from gradwire import cli
 from gradwire.attribution.persample import loop
@@ -16,11 +15,6 @@ from gradwire.lm.data.shards import Shards
 from gradwire.lm.models import causal
 
 SAMPLES = 7
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory):
-    return make(tmp_path_factory.mktemp("bf16"))
 
 
 @pytest.fixture(scope="module")

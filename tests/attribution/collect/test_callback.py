@@ -11,7 +11,6 @@ from unittest import mock
 
 import pytest
 import torch
-from small_model import make
 from transformers import PreTrainedTokenizerFast
 
 from gradwire import cli
@@ -44,11 +43,6 @@ def trained(small, folder, *callbacks, words=True):
     trainer = Trainer(model, arguments, train_dataset=samples, processing_class=tokenizer, callbacks=[*callbacks])
     trainer.train()
     return {name: weight.detach().clone() for name, weight in trainer.model.named_parameters()}
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory):
-    return make(tmp_path_factory.mktemp("callback"))
 
 
 def test_every_checkpoint_has_a_store_and_the_training_is_unchanged(small, tmp_path):

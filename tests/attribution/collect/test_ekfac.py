@@ -12,7 +12,6 @@ import full_disk
 import numpy as np
 import pytest
 import torch
-from small_model import make
 
 from gradwire import cli
 from gradwire.attribution import projections
@@ -25,11 +24,6 @@ from gradwire.lm.data.shards import Shards
 from gradwire.lm.models import causal, lora
 
 DIM = 32
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory):
-    return make(tmp_path_factory.mktemp("ekfac"))
 
 
 def batches_of(shards, size):

@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from changed_store import collected_by, copied, edit, sign
-from small_model import MAX_LENGTH, make, origin
+from small_model import MAX_LENGTH, origin
 
 from gradwire import cli
 from gradwire.attribution.collect import collect, rows
@@ -43,11 +43,6 @@ from gradwire.lm.data.writer import cuts, sample_ids
 from gradwire.lm.models import causal, saved
 
 SAMPLES, DIMS, INTERVAL = 11, (64, 100), 4
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory):
-    return make(tmp_path_factory.mktemp("gradients"))
 
 
 def chosen(small):

@@ -7,7 +7,6 @@ import json
 import numpy as np
 import pytest
 import torch
-from small_model import make
 
 from gradwire import cli
 from gradwire.attribution.persample import loop
@@ -18,11 +17,6 @@ from gradwire.lm.models import causal
 
 SAMPLES = 7
 PATTERNS = ("*.mlp.c_fc", "transformer.ln_f")
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory):
-    return make(tmp_path_factory.mktemp("modules"))
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ import pytest
 import torch
 from changed_store import collected_by, copied, edit
 from data_samples import tokenize_words, write_corpus
+from diagonals import diagonals
 from test_targets import DOCUMENTS, LENGTH, by_hand, load
 
 from gradwire import cli
@@ -99,8 +100,7 @@ def test_rows_are_gradients_of_each_tokens_loss(made, tmp_path, method):
         assert (noted["position"], noted["document"]) == (at, one.sample_id.split("#")[0])
 
 
-@pytest.mark.parametrize("projection", ["rademacher", "factored"])
-@pytest.mark.parametrize("loss", ["sum", "mean"])
+@pytest.mark.parametrize(("loss", "projection"), diagonals(["sum", "mean"], ["rademacher", "factored"]))
 def test_rows_of_a_samples_tokens_add_up_to_its_row(made, tmp_path, loss, projection):
     words = ["--projection", projection, "--loss", loss]
     of_samples = merged(made, tmp_path / "samples", 64, *words)
@@ -233,9 +233,9 @@ def modules_of(model):
     ],
 )
 def test_a_row_is_the_projected_gradient_of_one_module(made, tmp_path, projection, method, kind):
-    model, samples = load(made[2]), samples_of(made[1])[:SAMPLES]
+    model, samples = load(made[2]), samples_of(made[1])[:7]
     words = ["--rows", "module", "--projection", projection, "--method", method, "--grad_type", kind, "--batch_size", 5]
-    words += ["--save_interval", 8, "--max_samples", SAMPLES, "--metadata", "document,position"]
+    words += ["--save_interval", 4, "--max_samples", len(samples), "--metadata", "document,position"]
     block = merged(made, tmp_path / "run", DIM, *words)
     masks = modules_of(model)
     assert block.ids == [f"{one.sample_id}@{module}" for one in samples for module in masks]

@@ -14,7 +14,6 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from diagonals import diagonals
-from small_model import make
 
 from gradwire import cli
 from gradwire.attribution.collect import norms as table_of
@@ -247,11 +246,6 @@ def test_the_ranks_share_the_layers_out():
 
 
 # --- the verb
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory):
-    return make(tmp_path_factory.mktemp("norms"))
 
 
 def words(small, output, *more):

@@ -10,7 +10,6 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from changed_store import collected, copied, edit, sign
-from small_model import make
 
 from gradwire import cli
 from gradwire.attribution.query import search
@@ -20,10 +19,9 @@ from gradwire.base.errors import BadInput
 
 
 @pytest.fixture(scope="module")
-def stores(tmp_path_factory):
+def stores(small, tmp_path_factory):
     """Two checkpoints' stores of the training and the validation split, and one of another seed."""
     base = tmp_path_factory.mktemp("influence")
-    small = make(base)
     found = {}
     for name, split, seed, kind in (
         ("train", "train", 0, "sgd"),

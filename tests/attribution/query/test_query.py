@@ -19,7 +19,7 @@ import torch
 from changed_store import collected, copied, edit, sign
 from diagonals import diagonals
 from safetensors.torch import load_file, save_file
-from small_model import MAX_LENGTH, make
+from small_model import MAX_LENGTH
 
 from gradwire import cli
 from gradwire.attribution.options import RowType
@@ -40,9 +40,8 @@ COLLECTED = {  # name -> split, grad_type, projection; dim 32, or all of the gra
 
 
 @pytest.fixture(scope="module")
-def stores(tmp_path_factory):
+def stores(small, tmp_path_factory):
     base = tmp_path_factory.mktemp("query")
-    small = make(base)
     found = {}
     for name, (split, kind, projection) in COLLECTED.items():
         dim = saved.entries(small.model) if projection == "none" else 32
@@ -73,23 +72,23 @@ def by_hand(model, tokens):
     return torch.cat([part.flatten() for part in torch.autograd.grad(loss, parameters)]).numpy()
 
 
-@pytest.mark.parametrize("metric", ["dot", "cosine"])
-def test_scores_are_products_of_gradients_by_hand(stores, capsys, metric):
+def test_scores_are_products_of_gradients_by_hand(stores, capsys):
     small, of = stores
-    model = causal.load(small.model).double()
-    wanted_of = by_hand(model, load_tokenizer(small.model).encode_batch([PROMPT])[0])
-    samples, wanted = Shards(small.shards, "train"), {}
-    for sample in samples:
-        gradient = by_hand(model, sample.input_ids.tolist())
-        norms = np.linalg.norm(gradient) * np.linalg.norm(wanted_of) if metric == "cosine" else 1
-        wanted[sample.sample_id] = gradient @ wanted_of / norms
-    answer = ask(capsys, of["whole"], "--prompt", PROMPT, "--metric", metric, "--top_k", 1000)
-    found = {one["sample_id"]: one["score"] for one in answer["top"]}
-    assert found == pytest.approx(wanted, rel=1e-4, abs=1e-5 * max(map(abs, wanted.values())))
-    assert [one["sample_id"] for one in answer["top"]] == sorted(found, key=found.get, reverse=True)
-    assert [one["rank"] for one in answer["top"]] == [*range(1, len(samples) + 1)]
-    few = ask(capsys, of["whole"], "--prompt", PROMPT, "--metric", metric, "--top_k", 3)
-    assert few["top"] == answer["top"][:3] and few["samples"] == len(samples)
+    model, samples = causal.load(small.model).double(), Shards(small.shards, "train")
+    asked = by_hand(model, load_tokenizer(small.model).encode_batch([PROMPT])[0])
+    gradients = {sample.sample_id: by_hand(model, sample.input_ids.tolist()) for sample in samples}
+    for metric in ("dot", "cosine"):
+        wanted = {id_: gradient @ asked for id_, gradient in gradients.items()}
+        if metric == "cosine":
+            norms = {id_: np.linalg.norm(gradient) * np.linalg.norm(asked) for id_, gradient in gradients.items()}
+            wanted = {id_: product / norms[id_] for id_, product in wanted.items()}
+        answer = ask(capsys, of["whole"], "--prompt", PROMPT, "--metric", metric, "--top_k", 1000)
+        found = {one["sample_id"]: one["score"] for one in answer["top"]}
+        assert found == pytest.approx(wanted, rel=1e-4, abs=1e-5 * max(map(abs, wanted.values())))
+        assert [one["sample_id"] for one in answer["top"]] == sorted(found, key=found.get, reverse=True)
+        assert [one["rank"] for one in answer["top"]] == [*range(1, len(samples) + 1)]
+        few = ask(capsys, of["whole"], "--prompt", PROMPT, "--metric", metric, "--top_k", 3)
+        assert few["top"] == answer["top"][:3] and few["samples"] == len(samples)
 
 
 @pytest.mark.parametrize(

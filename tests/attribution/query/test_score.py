@@ -8,7 +8,6 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from small_model import make
 
 from gradwire import cli
 from gradwire.attribution.collect import ekfac, rows
@@ -22,11 +21,6 @@ from gradwire.lm.data.shards import Shards
 from gradwire.lm.models import causal, saved
 
 SAMPLES = 13
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory):
-    return make(tmp_path_factory.mktemp("score"))
 
 
 @pytest.fixture(scope="module")

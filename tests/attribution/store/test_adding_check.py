@@ -11,7 +11,6 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from small_model import make
 
 from gradwire import cli
 from gradwire.attribution.store import checks, store
@@ -44,8 +43,8 @@ def entry(run: Path) -> dict:
 
 
 @pytest.mark.full
-def test_validate_runs_the_pages_check(offered, tmp_path, capsys):
-    small, run = make(tmp_path), tmp_path / "run"
+def test_validate_runs_the_pages_check(offered, small, tmp_path, capsys):
+    run = tmp_path / "run"
     words = ["--model_dir", small.model, "--data_path", small.shards, "--max_samples", 5, "--output_path", run]
     assert cli.main(["grads", "collect", *map(str, words), "--dim", "8"]) == 0
     validate = ["grads", "validate", "--output_dir", str(run), "--check_ranks"]
