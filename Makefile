@@ -67,8 +67,9 @@ test-newest:
 test-faults: $(READY)
 	$(BIN)/python -m pytest -m faults $(if $(ONLY),-k "$(ONLY)") --durations=5 tests/faults
 
-test-sweep: $(READY)
+test-sweep: kernels
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m sweep
+	TEST_RANKS=processes $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile tests/comm/collectives
 
 test-full: $(READY_DOCS) $(READY_TITAN)
 	$(BIN)/python -m pytest -m full

@@ -62,6 +62,9 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def turns() -> Callable[[int], Turns]:
-    """``turns(n)``: n simulated ranks of this process, for what need not run at once; as `world`, and much cheaper."""
-    return Turns
+def turns(request: pytest.FixtureRequest) -> Callable[[int], World | Turns]:
+    """``turns(n)``: n simulated ranks of this process, much cheaper than `world`, or the processes of `world`.
+
+    It is for what need not run at once. The sweep takes processes, by ``TEST_RANKS=processes``.
+    """
+    return request.getfixturevalue("world") if os.environ.get("TEST_RANKS") == "processes" else Turns
