@@ -292,7 +292,7 @@ def by_name(layout, flat):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.sweep] * (name != "demo")) for name in COMPRESSED]
+    "name", [pytest.param(name, marks=[pytest.mark.sweep] * (name != "sparseloco")) for name in COMPRESSED]
 )
 def test_what_optimizers_send_between_islands_is_its_protocol_in_one_process(world, name):
     """Shards of momenta or pseudo-gradients, each with a residual of its own, decayed, in every fragment."""

@@ -180,10 +180,10 @@ def resumed(rank, world, group, stack, case):
 @pytest.mark.parametrize(
     ("stack", "case"),
     [
-        *(("hsdp", case) for case in ("topk", "int8 inside", "int4 and int4-diff")),
-        *((stack, "topk") for stack in ("tp x fsdp", "replicate", "experts")),
+        *(("hsdp", case) for case in ("int8 inside", "int4 and int4-diff")),
+        *((stack, "topk") for stack in ("tp x fsdp", "experts")),
         pytest.param("tp x fsdp", "int4 and int4-diff", marks=pytest.mark.sweep),
-        pytest.param("tp x hsdp", "topk", marks=pytest.mark.sweep),
+        *(pytest.param(stack, "topk", marks=pytest.mark.sweep) for stack in ("hsdp", "tp x hsdp", "replicate")),
     ],
 )
 def test_a_resumed_run_equals_an_unbroken_one(world, stack, case):
