@@ -92,21 +92,7 @@ class DiLoCo(Communicating):
         manager: Any = None,
         **options: Any,
     ) -> None:
-        if not isinstance(optimizer, Optimizer) or isinstance(optimizer, Communicating):
-            raise BadInput(
-                f"{type(self).__name__} takes an optimizer of torch, such as AdamW, then the model, "
-                f"not {type(optimizer).__name__}."
-            )
-        if holds_optimizers(optimizer):
-            raise BadInput(
-                f"{type(self).__name__} saves the state of the optimizer that it is given, and "
-                f"{type(optimizer).__name__} keeps moments in optimizers that it holds: give one that it holds."
-            )
-        if needs_closure(optimizer):
-            raise BadInput(
-                f"{type(self).__name__} takes the steps of the optimizer that it is given without a closure, and "
-                f"{type(optimizer).__name__} needs one: give another optimizer, such as AdamW."
-            )
+        check_inner(optimizer, type(self).__name__)
         if options.get("dense_steps") if reducer is None else reducer.codec.options.dense_steps:
             raise BadInput("dense_steps counts optimizer steps; local updates have dense_rounds.")
         self.outer = checked(Outer, outer, "outer")
@@ -431,13 +417,25 @@ class Rounds:
         raise AssertionError("the last interval has no end")
 
 
-def needs_closure(optimizer: Optimizer) -> bool:
-    """Whether an optimizer's step computes the loss itself, such as `LBFGS`, several times."""
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    return closure is not None and closure.default is closure.empty
+def check_inner(optimizer: object, whose: str) -> None:
+    """Check that local updates can step an optimizer and save its state.
 
-
-def holds_optimizers(optimizer: Optimizer) -> bool:
-    """Whether an optimizer steps others, such as torchtitan's container; their state is not in its ``state``."""
+    Raises:
+        BadInput: If it is none of torch's; steps others, such as torchtitan's container, whose state is not in its own;
+            or computes the loss itself, several times, such as `LBFGS`.
+    """
+    given = type(optimizer).__name__
+    if not isinstance(optimizer, Optimizer) or isinstance(optimizer, Communicating):
+        raise BadInput(f"{whose} takes an optimizer of torch, such as AdamW, then the model, not {given}.")
     held = [value if isinstance(value, list | tuple) else [value] for value in vars(optimizer).values()]
-    return any(isinstance(value, Optimizer) for values in held for value in values)
+    if any(isinstance(value, Optimizer) for values in held for value in values):
+        raise BadInput(
+            f"{whose} saves the state of the optimizer that it is given, and {given} keeps moments in optimizers that "
+            f"it holds: give one that it holds."
+        )
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise BadInput(
+            f"{whose} takes the steps of the optimizer that it is given without a closure, and {given} needs one: give "
+            f"another optimizer, such as AdamW."
+        )
