@@ -59,6 +59,23 @@ def data_mesh(world):
     return init_device_mesh("cpu", (world,))
 
 
+def trained(model, hooked, run, steps=3, group=None):
+    """Gradients of the last of some steps, with `hook` or without it; ``run`` has a step's number."""
+    reducer = Reducer("none", group, algorithm="exchange")
+    if hooked:
+        hook(model, reducer)
+    for step in range(steps):
+        model.zero_grad()
+        run(step)
+        assert not hooked or reducer.finish()
+    return whole_gradients(getattr(model, "_orig_mod", model))
+
+
+def passes(model, rank):
+    """What takes a step: one backward pass."""
+    return lambda step: model(noise(10 * step + rank, 5, 9)).square().sum().backward()
+
+
 # --- divide factors ---
 
 
@@ -68,20 +85,17 @@ def divided(rank, world, group, factor, when, reduce_dtype):
     for hooked in (True, False):
         policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
         model = sharded(blocks(), data_mesh(world), mp_policy=policy)
-        reducer = Reducer("none", algorithm="exchange")
         parts = [part for part in model.modules() if hasattr(part, "set_gradient_divide_factor")]
         [part.set_force_sum_reduction_for_comms(True) for part in parts]  # gloo has no other with a factor
         if when == "before":
             [part.set_gradient_divide_factor(factor) for part in parts]
-        if hooked:
-            hook(model, reducer)
-        for step in range(3):
+
+        def run(step, model=model, parts=parts):
             if when != "before" and step == 1:
                 [part.set_gradient_divide_factor(factor) for part in parts]
-            model.zero_grad()
-            model(noise(10 * step + rank, 5, 9)).square().sum().backward()
-            assert not hooked or reducer.finish()
-        results.append(whole_gradients(model))
+            passes(model, rank)(step)
+
+        results.append(trained(model, hooked, run))
     return results
 
 
@@ -98,8 +112,7 @@ def divided(rank, world, group, factor, when, reduce_dtype):
 def test_the_divide_factor_of_a_models_owner_is_kept(world, factor, when, reduce_dtype):
     close = {"rtol": 3e-3, "atol": 1e-3} if reduce_dtype else {"rtol": 1e-6, "atol": 1e-7}
     for mine, without in world(2).run(divided, factor, when, reduce_dtype):
-        for name, gradient in without.items():
-            torch.testing.assert_close(mine[name], gradient, **close)
+        torch.testing.assert_close(mine, without, **close)
 
 
 def divided_islands(rank, world, group, inside):
@@ -140,17 +153,14 @@ def pipeline(rank, world, group, schedule, count):
     results = []
     for hooked in (True, False):
         model = sharded(blocks(seed=stage), data)
-        reducer = Reducer("none", data.get_group(), algorithm="exchange")
-        if hooked:
-            hook(model, reducer)
         part = PipelineStage(model, stage, 2, torch.device("cpu"), group=stage_group)
-        run = schedule(part, n_microbatches=count, loss_fn=lambda out, target: (out - target).square().mean())
-        for step in range(2):
-            model.zero_grad()
+        made = schedule(part, n_microbatches=count, loss_fn=nn.functional.mse_loss)
+
+        def run(step, made=made):
             x = noise(10 * step + data.get_local_rank(), 8, 9)
-            run.step(x) if stage == 0 else run.step(target=x.sin())
-            assert not hooked or reducer.finish()
-        results.append(whole_gradients(model))
+            made.step(x) if stage == 0 else made.step(target=x.sin())
+
+        results.append(trained(model, hooked, run, 2, data.get_group()))
     return results
 
 
@@ -164,9 +174,8 @@ def pipeline(rank, world, group, schedule, count):
 )
 def test_the_stages_of_a_pipeline(world, schedule, count):
     for mine, without in world(4).run(pipeline, schedule, count):
-        assert mine.keys() == without.keys() and mine
-        for name, gradient in without.items():
-            torch.testing.assert_close(mine[name], gradient, rtol=1e-6, atol=1e-8)
+        assert mine
+        torch.testing.assert_close(mine, without, rtol=1e-6, atol=1e-8)
 
 
 class Headed(nn.Module):
@@ -287,22 +296,14 @@ def checkpointed(rank, world, group, strategy):
         else:
             [fully_shard(block, mesh=data_mesh(world)) for block in model[1].blocks]
             fully_shard(model, mesh=data_mesh(world))
-        reducer = Reducer("none", algorithm="exchange")
-        if hooked:
-            hook(model, reducer)
-        for step in range(3):
-            model.zero_grad()
-            model(noise(10 * step + rank, 5, 9)).square().sum().backward()
-            assert not hooked or reducer.finish()
-        results.append(whole_gradients(model))
+        results.append(trained(model, hooked, passes(model, rank)))
     return results
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_reentrant_checkpointing(world, strategy):
     for mine, without in world(2).run(checkpointed, strategy):
-        for name, gradient in without.items():
-            torch.testing.assert_close(mine[name], gradient, rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(mine, without, rtol=1e-6, atol=1e-7)
 
 
 # --- parameters that are DDP's own business ---
@@ -422,8 +423,7 @@ def test_an_interrupted_pass_of_fsdp2_is_refused_until_it_is_reset(world):
     for message in world(2).run(interrupted, False, "none"):
         assert "an exception interrupted the last backward pass" in message and "reset_iter_state()" in message
     for mine, without in world(2).run(interrupted, True, "none"):
-        for name, gradient in without.items():
-            torch.testing.assert_close(mine[name], gradient, rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(mine, without, rtol=1e-6, atol=1e-7)
 
 
 # --- what is refused when the reducer is attached ---
@@ -635,22 +635,14 @@ def compiled(rank, world, group, strategy):
     for hooked in (True, False):
         model = DistributedDataParallel(blocks()) if strategy == "ddp" else sharded(blocks(), data_mesh(world))
         model = torch.compile(model, backend="eager")
-        reducer = Reducer("none", algorithm="exchange")
-        if hooked:
-            hook(model, reducer)
-        for step in range(2):
-            model.zero_grad()
-            model(noise(10 * step + rank, 5, 9)).square().sum().backward()
-            assert not hooked or reducer.finish()
-        results.append(whole_gradients(model._orig_mod))
+        results.append(trained(model, hooked, passes(model, rank), 2))
     return results
 
 
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp2", marks=pytest.mark.sweep)])
 def test_a_compiled_model(world, strategy):
     for mine, without in world(2).run(compiled, strategy):
-        for name, gradient in without.items():
-            torch.testing.assert_close(mine[name], gradient, rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(mine, without, rtol=1e-6, atol=1e-7)
 
 
 # --- ranks that do not agree on when a step ends ---
