@@ -11,11 +11,17 @@ import launches
 import pytest
 
 from gradwire import cli
-from gradwire.bench.launch import fork, ranks
+from gradwire.bench.launch import fork, leases, ranks
 from gradwire.bench.launch import launch as launching
 from gradwire.bench.verbs import Verb
 
 PRELOAD = ("gradwire.comm.parallel", "gradwire.bench.training.measure", "rank_verb")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def locks(tmp_path_factory) -> None:
+    """Leases that no run of this machine's users holds."""
+    launches.CLEAN[leases.FOLDER] = str(tmp_path_factory.mktemp("locks"))
 
 
 @pytest.fixture(scope="session")
@@ -33,6 +39,7 @@ def launch(template, monkeypatch, capfd) -> Callable[..., CompletedProcess[str]]
     for name in os.environ.keys() - launches.CLEAN.keys():
         monkeypatch.delenv(name)
     monkeypatch.setenv(fork.SHARED, template)
+    monkeypatch.setenv(leases.FOLDER, launches.CLEAN[leases.FOLDER])
     monkeypatch.setitem(cli.VERBS, "probe", Verb("rank_verb", "do what a test says"))
     monkeypatch.setattr(launching, "RANK", (sys.executable, str(launches.PROBE)))
 

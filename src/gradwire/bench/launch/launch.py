@@ -98,6 +98,8 @@ def start_ranks(options: Options, command: Command) -> None:
         options = options.model_copy(update={"world_size": _rank_per_gpu(options, command)})
     _check_size(options, command.arguments)
     leases.folder()  # checked before the verb's data
+    if options.link == UNSHAPED and options.nodes == 1:
+        check_address(options.master_addr, options.master_port)
     if options.link != UNSHAPED:
         _check_link(options, command)
         links.enter(options.link)
@@ -180,7 +182,6 @@ def _start(options: Options, command: Command, launcher: str | Template) -> None
         nodes.start(words, options.ranks, options.nodes, command.output_folder() or Path(), options.master_port)
         return
     if options.link == UNSHAPED:
-        check_address(options.master_addr, options.master_port)
         start(words, options.ranks, launcher, options.master_addr, options.master_port)
         return
     namespaces = command.arguments.islands if between_islands(options.link) else options.ranks
