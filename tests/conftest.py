@@ -15,7 +15,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # for the CUDA forms; it has to be chosen before triton is imported
 
 POOL_SIZE = 6
-LONGEST = ("test_training.py", "test_workflow.py")
+LONGEST = ("test_training.py", "test_private.py")
 MAY_LACK = ("CUDA", "GPU")  # what a machine that runs CI need not have
 
 
