@@ -7,15 +7,17 @@ from itertools import product
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 
 from gradwire.comm.compressors import available, method_class
-from gradwire.comm.compressors.base import Compressor, Quantizer, Shape
+from gradwire.comm.compressors.base import BlockQuantizer, Compressor, Quantizer, Shape
 from gradwire.comm.compressors.rotation import Rotation
 from gradwire.comm.compressors.segments import Segment, Segments
 from gradwire.comm.compressors.sparse import Sparsifier
 
 SHAPES: list[Shape] = [0, 1, 2, 255, 256, 257, 10_007, (1, 1), (7, 11), (3, 257), (0, 5), (5, 0)]
 FLOAT32 = torch.finfo(torch.float32)
+COPIES = 50  # of a tensor in one encoding, where it is drawn many times
 
 VARIANTS: dict[str, list[dict]] = {
     "fp8": [{"format": "e5m2"}, {"block": 7}, {"format": "e5m2", "block": 64}],
@@ -65,12 +67,13 @@ def of_kind(kind: type[Compressor]) -> list[str]:
 
 
 METHODS = [(name, options) for name in available() for options in ({}, *VARIANTS.get(name, []))]
-CHAINS = [
-    (f"{first}+{second}", {})
-    for first, second in product([*of_kind(Sparsifier), *of_kind(Rotation)], of_kind(Quantizer))
-]
+FIRST, SECOND = [*of_kind(Sparsifier), *of_kind(Rotation)], of_kind(Quantizer)
+CHAINS = [(f"{first}+{second}", {}) for first, second in product(FIRST, SECOND)]
 CHAINS += [("hadamard+int8", {"num_bits": 4, "block": 32}), ("hadamard+int8", {"rounding": "stochastic"})]
 BUILDS = [*METHODS, *CHAINS]
+DIAGONAL = {f"{FIRST[i % len(FIRST)]}+{SECOND[i % len(SECOND)]}" for i in range(max(len(FIRST), len(SECOND)))}
+SWEPT = [(name, options) for name, options in CHAINS if not options and name not in DIAGONAL]
+"""The chains that `make test` leaves to the sweep; each method is in another one."""
 
 
 def generator(seed: int = 0, device: str = "cpu") -> torch.Generator:
@@ -82,9 +85,18 @@ def normal(shape: Shape, seed: int = 1) -> torch.Tensor:
 
 
 def draws(compressor: Compressor, x: torch.Tensor, count: int, seed: int = 9) -> torch.Tensor:
-    """What ``count`` encodings of ``x`` from one generator decode to: float64 [count, *x.shape]."""
-    g = generator(seed)
-    return torch.stack([compressor.decode(compressor.encode(x, generator=g), x.shape) for _ in range(count)]).double()
+    """What ``count`` encodings of ``x`` from one generator decode to: float64 [count, *x.shape].
+
+    Where blocks do not depend on each other, one encoding holds many copies, each filled up with zeros to whole blocks.
+    """
+    drawn, g, copies, length = [], generator(seed), 1, x.numel()
+    if isinstance(compressor, BlockQuantizer):
+        copies, length = COPIES, compressor.blocks(length) * compressor.block
+    given = x if copies == 1 else pad(x.view(-1), (0, length - x.numel())).repeat(copies)
+    for _ in range(-(-count // copies)):
+        drawn.append(compressor.decode(compressor.encode(given, generator=g), tuple(given.shape)))
+    values = torch.cat([each.view(-1, length) for each in drawn])[:count, : x.numel()]
+    return values.reshape(count, *x.shape).double()
 
 
 def assert_frequencies(ups: torch.Tensor, trials: int, probability: torch.Tensor) -> None:

@@ -12,24 +12,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lockstep import lockstep
-from samples import BUILDS, CHAINS, FLOAT32, SHAPES, draws, generator, normal, scattered
+from samples import BUILDS, CHAINS, FLOAT32, SHAPES, SWEPT, draws, generator, normal, scattered
 
 from gradwire.base.errors import NonFiniteGradient
 from gradwire.comm.compressors import build
 from gradwire.comm.compressors.base import Quantizer, Shape
 from gradwire.comm.compressors.rounds import Context
 
-every_build = pytest.mark.parametrize(("name", "options"), BUILDS, ids=str)
 
-# Chains decode what their members do: one of each sparsifier and rotation, and all of them in the sweep.
-every_decoder = pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        pytest.param(*made, marks=[pytest.mark.sweep] * (made in CHAINS and not made[0].endswith("+int8")))
-        for made in BUILDS
-    ],
-    ids=str,
-)
+def cases(builds):
+    """All builds as parameters; most chains in the sweep only, as they do what their members do."""
+    made = [pytest.param(*build, marks=[pytest.mark.sweep] * (build in SWEPT)) for build in builds]
+    return pytest.mark.parametrize(("name", "options"), made, ids=str)
+
+
+every_build = cases(BUILDS)
 
 # What these send need not hold the bad value; the flag still shows it.
 NEED_NOT_SHOW = {"zero", "randomk"}
@@ -148,8 +145,8 @@ def test_a_wire_of_another_size_is_refused(name, options):
         compressor.decode(wire.to(torch.int16), 257)
 
 
-@every_decoder
-@settings(max_examples=25, deadline=None)
+@every_build
+@settings(max_examples=10, deadline=None)
 @given(data=st.data())
 def test_a_corrupted_wire_is_refused_or_decodes_within_its_bounds(name, options, data):
     compressor = build(name, **options)
@@ -259,10 +256,7 @@ def test_what_is_no_float_vector_or_matrix_is_refused(name, options):
             build(name, **options).encode(x)
 
 
-UNBIASED = [(name, options) for name, options in BUILDS if build(name, **options).unbiased]
-
-
-@pytest.mark.parametrize(("name", "options"), UNBIASED, ids=str)
+@cases([(name, options) for name, options in BUILDS if build(name, **options).unbiased])
 def test_declared_unbiased_is_unbiased(name, options):
     """A sieve for every build: the mean's squared error is what the draws' own variance allows, within 6 sigma.
 
@@ -275,10 +269,7 @@ def test_declared_unbiased_is_unbiased(name, options):
     assert (decoded.mean(dim=0) - x.double()).square().sum() <= allowed * (1 + 6 * math.sqrt(2 / x.numel())) + rounding
 
 
-ROUNDS = [(name, options) for name, options in BUILDS if build(name, **options).has_rounds]
-
-
-@pytest.mark.parametrize(("name", "options"), ROUNDS, ids=str)
+@cases([(name, options) for name, options in BUILDS if build(name, **options).has_rounds])
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_rounds_end_alike_on_all_ranks_and_state_their_bytes(name, options, world):
     for shape in (0, 1, 257, (7, 11), (33, 40)):

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from samples import BUILDS, SHAPES, generator
+from samples import BUILDS, SHAPES, SWEPT, generator
 
 from gradwire.comm.compressors import available, build, method_class
 from gradwire.comm.compressors.base import Shape
@@ -50,7 +50,9 @@ def key(name: str, options: dict) -> str:
     return " ".join([name, *(f"{option}={value}" for option, value in options.items())])
 
 
-@pytest.mark.parametrize(("name", "options"), KEPT, ids=str)
+@pytest.mark.parametrize(
+    ("name", "options"), [pytest.param(*made, marks=[pytest.mark.sweep] * (made in SWEPT)) for made in KEPT], ids=str
+)
 def test_wires_and_what_they_decode_to_are_the_golden_ones(name, options):
     golden = json.loads(FILE.read_text())
     assert digests(name, options) == golden[key(name, options)]
