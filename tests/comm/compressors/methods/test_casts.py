@@ -20,9 +20,6 @@ from gradwire.comm.compressors import build
 from gradwire.comm.compressors.base import Compressor
 from gradwire.comm.compressors.rounds import Context
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
 FORMATS = {
     "fp16": Format(mantissa=10, lowest=-14, top=65504.0),
     "bf16": Format(mantissa=7, lowest=-126, top=2.0**128 - 2.0**120),
@@ -68,14 +65,9 @@ def test_wires_by_hand():
 @pytest.mark.parametrize("name", DTYPES)
 @settings(max_examples=20, deadline=None)
 @given(size=st.integers(1, 300), exponent=st.integers(-9, 4), seed=st.integers(0, 2**31))
-def test_casts_are_odd_monotone_and_idempotent(name, size, exponent, seed):
-    compressor = build(name)
-    x = (normal(size, seed).clamp(-6, 6) * 10.0**exponent).sort().values
-    sent = through(compressor, x)
-    assert torch.equal(sent, x.to(DTYPES[name]).float())
-    assert torch.equal(through(compressor, -x), -sent)
-    assert (sent.diff() >= 0).all()
-    assert torch.equal(through(compressor, sent), sent)
+def test_casts_are_torchs(name, size, exponent, seed):
+    x = normal(size, seed).clamp(-6, 6) * 10.0**exponent
+    assert torch.equal(through(build(name), x), x.to(DTYPES[name]).float())
 
 
 @every_cast

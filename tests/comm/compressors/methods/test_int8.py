@@ -73,11 +73,6 @@ def test_few_bits_round_to_nearest_within_their_range(bits, block):
     assert ((decoded.double() - x.double()).abs() <= scale / 2 * (1 + 1e-6)).all()
 
 
-def test_stochastic_rounding_refuses_the_global_generator():
-    with pytest.raises(ValueError, match="generator"):
-        build("int8", rounding="stochastic").encode(normal(5))
-
-
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 127])
 def test_the_sum_of_codes_cannot_overflow(world):
     x = torch.full((5,), 3.0)

@@ -125,20 +125,6 @@ def test_wire_is_a_seed_and_the_values():
     assert torch.equal(decoded[places], x[places] * 100)
 
 
-def test_a_value_that_is_not_sent_is_flagged_too():
-    for place in range(40):
-        x = normal(40)
-        x[place] = math.inf
-        flag = torch.zeros(1, dtype=torch.uint8)
-        build("randomk", density=0.05).encode(x, generator=generator(1), flag=flag)
-        assert flag.item() == 1
-
-
-def test_the_global_generator_is_refused():
-    with pytest.raises(ValueError, match="randomk draws random numbers and needs a generator"):
-        build("randomk").encode(normal(5))
-
-
 @pytest.mark.parametrize("scaled", [True, False])
 def test_rounds_send_the_same_places_and_average_them(scaled):
     n, world = 1003, 3

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from lockstep import lockstep
 from samples import assert_frequencies, assert_unbiased, draws, generator, normal
 
-from gradwire.base.errors import BadInput
 from gradwire.comm.compressors import build, philox
 from gradwire.comm.compressors.rounds import Context
 from gradwire.comm.compressors.sparse import largest
@@ -196,16 +195,3 @@ def test_a_sum_beyond_float32_is_flagged():
     flag = torch.zeros(1, dtype=torch.uint8)
     build("sketch", rows=1).encode(x, generator=generator(), flag=flag)
     assert flag.item() == 1
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"rows": 4}, "sketch option 'rows' is 4: Input should be 1, 3, 5, 7 or 9"),
-        ({"width": 0.0}, "sketch option 'width' is 0.0: Input should be greater than 0"),
-        ({"density": 1.5}, "sketch option 'density' is 1.5: Input should be less than or equal to 1"),
-    ],
-)
-def test_options_that_make_no_sketch_are_refused(options, message):
-    with pytest.raises(BadInput, match=message):
-        build("sketch", **options)

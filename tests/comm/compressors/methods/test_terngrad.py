@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from samples import assert_frequencies, assert_unbiased, draws, generator, normal
 
-from gradwire.base.errors import BadInput
 from gradwire.comm.compressors import build
 
 
@@ -74,8 +73,3 @@ def test_any_element_becomes_zero_or_its_sign_times_the_scale(size, block, expon
     assert ((decoded == 0) | (decoded == scale * x.double().sign())).all()
     full = x.double().abs() == scale
     assert torch.equal(decoded[full], x.double()[full])
-
-
-def test_a_bad_option_is_named():
-    with pytest.raises(BadInput, match="block"):
-        build("terngrad", block=0)

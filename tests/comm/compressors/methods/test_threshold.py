@@ -68,21 +68,10 @@ def test_all_may_be_sent():
         assert build("threshold", **options).encode(x).numel() == 8 + 1 + 33 + 4 * 257  # count, code, bitmap, values
 
 
-def test_the_largest_alone_reaches_the_whole_maximum():
-    x = normal(1000)
-    assert sent(x, threshold=1.0, scale="max").nonzero().view(-1).tolist() == [x.abs().argmax().item()]
-
-
 def test_the_root_mean_square_is_not_disturbed_by_overflow_or_underflow():
     for factor in (1e30, 1e-30):
         x = normal(10_007) * factor
         assert 50 < sent(x).count_nonzero() < 200  # 1.24 % of a normal lie beyond 2.5
-
-
-def test_a_normal_tensor_is_sent_as_often_as_it_should_be():
-    drawn = sum(sent(normal(10_000, seed)).count_nonzero().item() for seed in range(20))
-    share = math.erfc(2.5 / math.sqrt(2))
-    assert abs(drawn - 200_000 * share) < 5 * math.sqrt(200_000 * share)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -107,20 +96,9 @@ def test_a_count_that_cannot_be_is_refused():
         compressor.decode(wire[:7], 100)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"threshold": 0.0}, "threshold option 'threshold' is 0.0: Input should be greater than 0"),
-        ({"threshold": -1.0}, "threshold option 'threshold' is -1.0: Input should be greater than 0"),
-        ({"threshold": math.inf}, "threshold option 'threshold' is inf: Input should be a finite number"),
-        ({"scale": "max"}, "threshold 2.5 would never send anything: with scale max it is at most 1"),
-        ({"scale": "mean"}, "threshold option 'scale' is 'mean': Input should be 'rms', 'max' or 'absolute'"),
-    ],
-)
-def test_bad_options_are_refused(options, message):
-    with pytest.raises(BadInput) as raised:
-        build("threshold", **options)
-    assert message in str(raised.value)
+def test_a_threshold_that_nothing_reaches_is_refused():
+    with pytest.raises(BadInput, match="would never send anything: with scale max it is at most 1"):
+        build("threshold", scale="max")
 
 
 def test_size_is_open_and_grows_with_what_is_sent():
