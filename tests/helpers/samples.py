@@ -47,7 +47,7 @@ VARIANTS: dict[str, list[dict]] = {
     "bins": [{"bits": 1}, {"bits": 8}, {"bits": 4}],
     "randomk": [{"density": 0.3}, {"density": 1.0}, {"scaled": False, "density": 0.05}],
     "gradiveq": [{"slice": 8, "components": 2, "window": 1, "refresh": 2}],
-    "powersgd": [{"rank": 1}, {"rank": 2, "warm_start": False}],
+    "powersgd": [{"rank": 1}],
     "sketch": [{"rows": 1, "width": 0.3}, {"rows": 3, "density": 0.2}],
     "natural": [{"bits": 9}, {"block": 7}],
     "qsgd": [

@@ -6,7 +6,7 @@ Wire: the head, which encodes the places, then the values' own wire.
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -44,20 +44,6 @@ def largest(x: Tensor, keep: int) -> Tensor:
 def largest_places(x: Tensor, keep: int) -> Tensor:
     """Where `largest` is True, ascending: int64 [keep]; nothing synchronises."""
     return torch.nonzero_static(largest(x, keep), size=keep).view(-1)
-
-
-class Picked(NamedTuple):
-    """The chosen elements.
-
-    Attributes:
-        head: The encoded places (and how many there are, where that is not known): uint8 [h].
-        values: float32 [k], in the order in which `Sparsifier.places` gives the places.
-        bad: Whether x is not representable: bool [1] or [].
-    """
-
-    head: Tensor
-    values: Tensor
-    bad: Tensor
 
 
 class Sparse(Compressor):
@@ -142,7 +128,10 @@ class Sparsifier(Sparse):
 
     @abstractmethod
     def pick(self, x: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
-        """The head (uint8 [h]) and the values (float32 [k]) of ``x``, a contiguous float32 vector or matrix."""
+        """The head (uint8 [h]) and the values (float32 [k]) of ``x``, a contiguous float32 vector or matrix.
+
+        The head encodes the places (and how many there are, where that is not known); the values are in their order.
+        """
 
     @abstractmethod
     def places(self, wire: Tensor, shape: Shape) -> tuple[Tensor, int]:
@@ -165,12 +154,11 @@ class Sparsifier(Sparse):
         out[places] = values if self.gain(shape) == 1.0 else values * self.gain(shape)
         return out
 
-    def picked(self, x: Tensor, generator: torch.Generator | None) -> Picked:
-        """`pick` in its fastest form for x's device, with the check for values that are not finite."""
-        pick = kernels.find(self, x.device).pick
-        return (
-            Picked(*pick(self, x, generator)) if pick else Picked(*self.pick(x, generator), self.not_representable(x))
-        )
+    def picked(self, x: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor, Tensor]:
+        """`pick` in its fastest form for x's device, and whether x is not representable (bool [1] or [])."""
+        if pick := kernels.find(self, x.device).pick:
+            return pick(self, x, generator)
+        return *self.pick(x, generator), self.not_representable(x)
 
     def found(self, wire: Tensor, shape: Shape) -> tuple[Tensor, int]:
         """`places` in its fastest form for the wire's device."""

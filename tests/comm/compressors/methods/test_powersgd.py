@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -12,7 +13,6 @@ from lockstep import lockstep
 from samples import generator, normal
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import _should_compress
 
-from gradwire.base.errors import BadInput
 from gradwire.comm.compressors import build
 from gradwire.comm.compressors.philox import draw_seed
 from gradwire.comm.compressors.rounds import Context
@@ -90,9 +90,8 @@ def test_what_is_small_or_no_matrix_travels_as_it_is():
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-@pytest.mark.parametrize("warm", [True, False])
-def test_many_workers_are_one_worker_with_the_mean(world, warm):
-    compressor = build("powersgd", rank=3, warm_start=warm)
+def test_many_workers_are_one_worker_with_the_mean(world):
+    compressor = build("powersgd", rank=3)
     many, one = fresh(compressor, (33, 40), world), fresh(compressor, (33, 40), 1)
     for at in range(4):
         xs = [normal((33, 40), seed=10 * at + rank) * (rank + 1) for rank in range(world)]
@@ -107,24 +106,12 @@ def test_many_workers_are_one_worker_with_the_mean(world, warm):
 def test_a_warm_start_finds_the_best_approximation():
     matrix = torch.linalg.svd(normal((30, 50)))[0] @ torch.diag(0.8 ** torch.arange(30.0)) @ normal((30, 50), 2) / 7
     best, size = best_error(matrix, 4), matrix.norm().item()
-    errors = {}
-    for warm in (True, False):
-        compressor = build("powersgd", rank=4, warm_start=warm)
-        states = fresh(compressor, (30, 50), 2)
-        errors[warm] = [
-            (matrix - step(compressor, [matrix, matrix], states, at)).double().norm().item() for at in range(60)
-        ]
-    assert errors[True][0] > 1.02 * best
-    assert all(after <= before + 1e-6 * size for before, after in zip(errors[True], errors[True][1:], strict=False))
-    assert errors[True][-1] == pytest.approx(best, rel=1e-4)
-    assert min(errors[False]) > 1.01 * best, "random starts do not add up"
-    assert len(set(errors[False])) == 60, "every step draws again"
-
-
-def test_rank_one_of_a_large_direction_is_exact_at_once():
-    matrix = of_rank(1, 20, 30)
-    compressor = build("powersgd", rank=1)
-    assert torch.allclose(step(compressor, [matrix], fresh(compressor, (20, 30), 1)), matrix, rtol=0, atol=1e-5)
+    compressor = build("powersgd", rank=4)
+    states = fresh(compressor, (30, 50), 2)
+    errors = [(matrix - step(compressor, [matrix, matrix], states, at)).double().norm().item() for at in range(60)]
+    assert errors[0] > 1.02 * best
+    assert all(after <= before + 1e-6 * size for before, after in pairwise(errors))
+    assert errors[-1] == pytest.approx(best, rel=1e-4)
 
 
 @pytest.mark.parametrize("ruin", [0.0, math.nan, math.inf])
@@ -168,12 +155,6 @@ def test_all_ranks_begin_with_one_q_and_keep_it_between_steps():
     decoded = step(compressor, [matrix, matrix], [first, second])
     again = step(compressor, [matrix, matrix], [first, second], 1)
     assert (matrix - again).norm() < (matrix - decoded).norm() < matrix.norm(), "the mean, not the sum"
-
-
-@pytest.mark.parametrize("rank", [0, -1])
-def test_a_rank_below_one_is_refused(rank):
-    with pytest.raises(BadInput, match=rf"powersgd option 'rank' is {rank}: Input should be greater than or equal"):
-        build("powersgd", rank=rank)
 
 
 def test_it_compresses_what_torchs_hook_does_with_a_minimal_rate_of_1():

@@ -39,7 +39,6 @@ class PowerSGD(Compressor):
     linear = True
 
     rank: Count = Field(default=4, description="columns of the two factors")
-    warm_start: bool = Field(default=True, description="start rounds with the last step's Q instead of random numbers")
 
     def compresses(self, shape: Shape) -> bool:
         """Whether a tensor of this shape travels as two factors instead of float32."""
@@ -79,39 +78,32 @@ class PowerSGD(Compressor):
 
     def new_state(self, shape: Shape, seed: int) -> State:
         """A random Q."""
-        return (
-            {"q": self.drawn(shape, torch.tensor([seed], dtype=torch.int64, device="cpu"))}
-            if self.warm_start and self.compresses(shape)
-            else {}
-        )
+        if not self.compresses(shape):
+            return {}
+        return {"q": self.drawn(shape, torch.tensor([seed], dtype=torch.int64, device="cpu"))}
 
     def elementwise(self, shape: Shape) -> bool:
         """What travels as float32."""
         return not self.compresses(shape)
 
     def stacks(self, shape: Shape) -> bool:
-        """With a warm start: else each parameter draws by its name."""
-        return self.warm_start and self.compresses(shape)
+        """What travels as factors."""
+        return self.compresses(shape)
 
     def rounds(self, x: Tensor, state: State, context: Context) -> Rounds:
-        """Sum ``M Q``, then ``M^T P``.
+        """Sum ``M Q``, then ``M^T P``; the next step starts with this one's Q.
 
         A column of Q that becomes 0 or non-finite (from the gradient, or because its rank is too small) would stay
         so; it keeps its previous direction.
         """
         if x.ndim == 1 or not self.compresses(x.shape[-2:]):
             return (yield ReduceRequest("sum", x, rows=True)) / context.world, x
-        if self.warm_start:
-            start = state["q"].to(x.device)
-        else:
-            start = self.drawn(x.shape, torch.tensor([context.derived_seed()], dtype=torch.int64, device=x.device))
+        start = state["q"].to(x.device)
         product = (start.mT @ x.mT).mT.contiguous()  # on a CPU in a third of the time of x @ start
         p = orthonormal((yield ReduceRequest("sum", product, spare=True)))
         q = (yield ReduceRequest("sum", (p.mT @ x).mT.contiguous(), spare=True)) / context.world
-        if self.warm_start:
-            # P depends on directions only; scaling avoids overflow and underflow
-            length = q.abs().amax(dim=-2, keepdim=True)
-            state["q"] = torch.where((length > 0) & (length < math.inf), q / length, start)
+        length = q.abs().amax(dim=-2, keepdim=True)  # P depends on directions only; scaling avoids over- and underflow
+        state["q"] = torch.where((length > 0) & (length < math.inf), q / length, start)
         mean = p @ q.mT
         return mean, mean
 
