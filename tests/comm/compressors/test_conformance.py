@@ -6,11 +6,11 @@ Of `compressors/base.py`, `driver.py`, `methods/none.py`, `methods/zero.py`.
 from __future__ import annotations
 
 import math
+from contextlib import suppress
+from random import Random
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from lockstep import lockstep
 from samples import BUILDS, CHAINS, FLOAT32, SHAPES, SWEPT, draws, generator, normal, scattered
 
@@ -146,19 +146,15 @@ def test_a_wire_of_another_size_is_refused(name, options):
 
 
 @every_build
-@settings(max_examples=10, deadline=None)
-@given(data=st.data())
-def test_a_corrupted_wire_is_refused_or_decodes_within_its_bounds(name, options, data):
+def test_a_corrupted_wire_is_refused_or_decodes_within_its_bounds(name, options):
     compressor = build(name, **options)
-    shape = data.draw(st.sampled_from([1, 37, 257, (7, 11)]))
-    wire = compressor.encode(normal(shape), generator=generator()).clone()
-    for _ in range(data.draw(st.integers(1, 4)) if wire.numel() else 0):
-        wire[data.draw(st.integers(0, wire.numel() - 1))] = data.draw(st.integers(0, 255))
-    try:
-        decoded = compressor.decode(wire, shape)
-    except ValueError:
-        return
-    assert tuple(decoded.shape) == form_of(shape)
+    for seed in range(12):
+        shape, drawn = (1, 37, 257, (7, 11))[seed % 4], Random(seed)
+        wire = compressor.encode(normal(shape), generator=generator()).clone()
+        for _ in range(drawn.randint(1, 4) if wire.numel() else 0):
+            wire[drawn.randrange(wire.numel())] = drawn.randrange(256)
+        with suppress(ValueError):
+            assert tuple(compressor.decode(wire, shape).shape) == form_of(shape)
 
 
 FORMS = [(257,), (7, 11), (0,), (1,), (33, 40), (3, 0), (5003,), (1, 255), (2,)]
@@ -262,7 +258,7 @@ def test_declared_unbiased_is_unbiased(name, options):
 
     The exact variances, coordinate by coordinate, are in each method's own tests.
     """
-    x, count = normal((7, 11)), 1500
+    x, count = normal((7, 11)), 500
     decoded = draws(build(name, **options), x, count)
     allowed = decoded.var(dim=0).sum() / count
     rounding = (FLOAT32.eps * x.double()).square().sum()
@@ -270,7 +266,7 @@ def test_declared_unbiased_is_unbiased(name, options):
 
 
 @cases([(name, options) for name, options in BUILDS if build(name, **options).has_rounds])
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [1, 2, 3])
 def test_rounds_end_alike_on_all_ranks_and_state_their_bytes(name, options, world):
     for shape in (0, 1, 257, (7, 11), (33, 40)):
         check_rounds(build(name, **options), world, shape)

@@ -51,7 +51,9 @@ FORMS = [(257,), (7, 11), (0,), (1,), (5003,), (33, 40)]
 @pytest.mark.parametrize(
     "apart", [pytest.param(True, id="scattered"), pytest.param(False, id="aligned", marks=pytest.mark.sweep)]
 )
-@pytest.mark.parametrize(("name", "options"), CASES, ids=str)
+@pytest.mark.parametrize(
+    ("name", "options"), [pytest.param(*case, marks=[pytest.mark.sweep] * bool(case[1])) for case in CASES], ids=str
+)
 def test_a_launch_for_many_tensors_has_the_bits_of_one_for_each(name, options, apart):
     """Scattered encodings lie at odd bytes, where a GPU cannot read or write a number at once."""
     compressor = build(name, **options)

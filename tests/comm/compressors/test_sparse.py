@@ -105,7 +105,7 @@ def of_qsgd(chosen: np.ndarray, levels: int) -> np.ndarray:
     ids=["int8 of 4 bits", "int8 of 2 bits", "qsgd of 2 levels", "qsgd of 7 levels", "terngrad"],
 )
 def test_the_composition_is_unbiased_with_its_exact_variance(name, options, noise):
-    x, count = normal(7, seed=11), 1500
+    x, count = normal(7, seed=11), 500
     drawn = draws(build(name, density=3 / 7, **options), x, count)
     variance = composed_variance(x, 3, noise)
     assert_unbiased(drawn, x, variance)

@@ -88,7 +88,7 @@ def test_neighbours_are_not_drawn_together():
 
 @pytest.mark.parametrize(("n", "density"), [(300, 0.1), (77, 0.5), (7, 0.3), (1, 0.01)])
 def test_scaled_it_is_unbiased_with_the_exact_variance(n, density):
-    x, count = normal(n, seed=3), 1500
+    x, count = normal(n, seed=3), 500
     drawn = draws(build("randomk", density=density), x, count)
     k = max(1, round(density * n))
     assert_unbiased(drawn, x, (n / k - 1) * x.double() ** 2)
@@ -103,7 +103,7 @@ def test_scaled_it_is_unbiased_with_the_exact_variance(n, density):
 
 @pytest.mark.parametrize(("n", "density"), [(300, 0.1), (77, 0.5), (7, 0.3)])
 def test_unscaled_its_error_is_the_part_left_out(n, density):
-    x, count = normal(n, seed=4), 1500
+    x, count = normal(n, seed=4), 500
     drawn = draws(build("randomk", density=density, scaled=False), x, count)
     k = max(1, round(density * n))
     sent = drawn != 0

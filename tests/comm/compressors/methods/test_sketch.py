@@ -57,15 +57,15 @@ def test_two_elements_meet_once_in_so_many_columns():
     """With two elements, an estimate is exact, or off by the other one, up or down: the exact chances of all three."""
     compressor, count, columns = build("sketch", rows=1, density=1.0), 300, 16
     met, opposed = [], []
-    for i, j in ((0, 1), (3, 41), (0, 32), (17, 18), (5, 55)):
+    for i, j in ((0, 1), (3, 41), (0, 32)):
         x = torch.zeros(60)
         x[i], x[j] = 1.0, 4.0
         drawn = draws(compressor, x, count, seed=i + 100 * j)
         assert set(drawn[:, i].tolist()) <= {1.0, 5.0, -3.0}
         met.append((drawn[:, i] != 1.0).sum())
         opposed.append((drawn[:, i] == -3.0).sum())
-    assert_frequencies(torch.stack(met), count, torch.full((5,), 1 / columns))
-    assert_frequencies(torch.stack(opposed), count, torch.full((5,), 1 / (2 * columns)))
+    assert_frequencies(torch.stack(met), count, torch.full((3,), 1 / columns))
+    assert_frequencies(torch.stack(opposed), count, torch.full((3,), 1 / (2 * columns)))
 
 
 def test_a_row_is_unbiased_and_has_the_exact_variance():
