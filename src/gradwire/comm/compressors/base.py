@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 
 from gradwire.base.flags import COUNT
 from gradwire.comm.compressors.driver import Driver
+from gradwire.comm.compressors.philox import draw_seed, uniforms
 from gradwire.comm.compressors.rounds import Reducible
 from gradwire.comm.compressors.segments import Shape as Shape
 from gradwire.comm.compressors.segments import numel as numel
@@ -106,6 +107,16 @@ class BlockQuantizer(Quantizer):
     def in_blocks(self, values: Tensor) -> Tensor:
         """A vector as the rows of a matrix, one row per block, zeros at the end."""
         return pad(values, (0, -values.numel() % self.block)).view(-1, self.block)
+
+    def scales(self, x: Tensor, top: float) -> Tensor:
+        """Each block's scale, with which its largest magnitude becomes ``top``: float32 [b], normal numbers."""
+        return quotient(self.in_blocks(x.view(-1)).abs().amax(dim=1), top).clamp_min_(SMALLEST_SCALE)
+
+    def rounded(self, levels: Tensor, top: int, generator: torch.Generator | None) -> Tensor:
+        """Levels as integers up to ``top``, rounded up with the probability of the fractional part, else down."""
+        low = levels.floor()  # the larger magnitude for negative values, whose probability is lower accordingly
+        up = uniforms(draw_seed(generator, levels.device, self.name), levels.numel()) < levels - low
+        return (low + up).clamp_(-top, top)
 
     def divided(self, x: Tensor, steps: Tensor) -> Tensor:
         """Each element by its block's step: float32 [n]."""

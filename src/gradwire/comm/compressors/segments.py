@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,13 +16,6 @@ Shape: TypeAlias = int | tuple[int, ...]
 def numel(shape: Shape) -> int:
     """Number of elements of a tensor of ``shape``."""
     return shape if isinstance(shape, int) else math.prod(shape)
-
-
-class Encoder(Protocol):
-    """A compressor, as far as it is used here."""
-
-    def wire_bytes(self, shape: tuple[int, ...]) -> int | None:
-        """Size of an encoding in bytes; None if it depends on the data."""
 
 
 class Segment(NamedTuple):
@@ -75,7 +68,7 @@ class Segments:
         """Elements of the values up to the last tensor's end."""
 
     @classmethod
-    def of(cls, compressor: Encoder, tensors: Iterable[tuple[int, tuple[int, ...]]], at: int = 0) -> Segments:
+    def of(cls, compressor: Any, tensors: Iterable[tuple[int, tuple[int, ...]]], at: int = 0) -> Segments:
         """Tensors given by start and form, whose encodings follow each other from byte ``at`` on."""
         segments = []
         for start, form in tensors:

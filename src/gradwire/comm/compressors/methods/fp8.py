@@ -18,7 +18,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from gradwire.comm.compressors.base import SMALLEST_SCALE, Block, BlockQuantizer, Shape, as_numbers, numel, quotient
+from gradwire.comm.compressors.base import Block, BlockQuantizer, Shape, as_numbers, numel
 
 
 class FP8(BlockQuantizer):
@@ -51,8 +51,7 @@ class FP8(BlockQuantizer):
 
     def to_wire(self, x: Tensor, generator: torch.Generator | None) -> Tensor:
         """Scale each block to ``top`` and cast."""
-        largest = self.in_blocks(x.view(-1)).abs().amax(dim=1)
-        scales = quotient(largest, self.top).clamp_min_(SMALLEST_SCALE)
+        scales = self.scales(x, self.top)
         codes = self.divided(x, scales).to(self.dtype)
         return torch.cat([scales.view(torch.uint8), codes.view(torch.uint8)])
 

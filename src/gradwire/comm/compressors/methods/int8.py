@@ -22,7 +22,6 @@ from torch import Tensor
 from gradwire.base.errors import BadInput
 from gradwire.comm.compressors.base import SMALLEST_SCALE, Block, BlockQuantizer, Shape, as_numbers, numel, quotient
 from gradwire.comm.compressors.packing import pack, packed_bytes, unpack
-from gradwire.comm.compressors.philox import draw_seed, uniforms
 from gradwire.comm.compressors.rounds import Context, ReduceRequest, RoundCost, Rounds, State
 
 
@@ -62,15 +61,9 @@ class Int8(BlockQuantizer):
 
     def to_wire(self, x: Tensor, generator: torch.Generator | None) -> Tensor:
         """Scale each block to ``top`` and round."""
-        largest = self.in_blocks(x.view(-1)).abs().amax(dim=1)
-        scales = quotient(largest, self.top).clamp_min_(SMALLEST_SCALE)
+        scales = self.scales(x, self.top)
         levels = self.divided(x, scales)
-        if self.rounding == "nearest":
-            codes = levels.round()
-        else:
-            low = levels.floor()
-            up = uniforms(draw_seed(generator, x.device, self.name), x.numel()) < levels - low
-            codes = (low + up).clamp_(-self.top, self.top)
+        codes = levels.round() if self.rounding == "nearest" else self.rounded(levels, self.top, generator)
         fields = codes.to(torch.int8).view(torch.uint8) & (2**self.num_bits - 1)
         return torch.cat([scales.view(torch.uint8), pack(fields, self.num_bits)])
 

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from gradwire.comm.compressors.base import SMALLEST_SCALE, Block, BlockQuantizer, Shape, as_numbers, numel, quotient
 from gradwire.comm.compressors.packing import pack, packed_bytes, unpack
-from gradwire.comm.compressors.philox import draw_seed, uniforms
 
 
 class QSGD(BlockQuantizer):
@@ -81,9 +80,7 @@ class QSGD(BlockQuantizer):
         """Divide each bucket by its step and round down or up."""
         norms = self.norms(x)
         levels = self.divided(x, self.steps(norms))
-        low = levels.floor()  # the larger magnitude for negative values, whose probability is lower accordingly
-        up = uniforms(draw_seed(generator, x.device, self.name), x.numel()) < levels - low
-        numbers = (low + up).clamp_(-self.levels, self.levels).to(torch.int16)
+        numbers = self.rounded(levels, self.levels, generator).to(torch.int16)
         fields = numbers.to(torch.int32) & (2**self.num_bits - 1)
         return torch.cat([norms.view(torch.uint8), pack(fields, self.num_bits)])
 

@@ -56,13 +56,13 @@ class SignSGD(BlockQuantizer):
         """The scales, or whether x is not finite; and the signs."""
         values = x.view(-1)
         head = (
-            self.scales(values).view(torch.uint8)
+            self.mean_magnitudes(values).view(torch.uint8)
             if self.scale == "mean"
             else self.not_representable(x).view(1).to(torch.uint8)
         )
         return torch.cat([head, pack(values < 0, 1)])
 
-    def scales(self, values: Tensor) -> Tensor:
+    def mean_magnitudes(self, values: Tensor) -> Tensor:
         """Mean magnitude of each block: float32 [blocks]."""
         starts = torch.arange(0, values.numel(), self.block, dtype=torch.int64, device=values.device)
         counts = (values.numel() - starts).clamp_max(self.block)

@@ -15,7 +15,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from gradwire.comm.compressors.base import SMALLEST_SCALE, Block, BlockQuantizer, Shape, as_numbers, numel
+from gradwire.comm.compressors.base import Block, BlockQuantizer, Shape, as_numbers, numel
 from gradwire.comm.compressors.packing import pack, packed_bytes, unpack
 from gradwire.comm.compressors.philox import draw_seed, uniforms
 
@@ -40,13 +40,9 @@ class TernGrad(BlockQuantizer):
         """Four bytes per block and 2 bits per element."""
         return 4 * self.blocks(shape) + packed_bytes(numel(shape), 2)
 
-    def scales(self, x: Tensor) -> Tensor:
-        """Each block's scale: float32 [b]."""
-        return self.in_blocks(x.view(-1)).abs().amax(dim=1).clamp_min_(SMALLEST_SCALE)
-
     def to_wire(self, x: Tensor, generator: torch.Generator | None) -> Tensor:
         """Keep each element's sign with probability |x| / s."""
-        scales = self.scales(x)
+        scales = self.scales(x, 1.0)
         levels = self.divided(x, scales)
         drawn = uniforms(draw_seed(generator, x.device, self.name), x.numel()) < levels.abs()
         digits = (drawn * levels.sign()).to(torch.int8)
