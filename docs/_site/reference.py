@@ -50,7 +50,7 @@ ROOMS = {  # page: its title and modules
     "collectives": (
         "Collectives",
         (
-            "gradwire.comm.collectives.codec",
+            "gradwire.comm.collectives.codec.Feedback",
             "gradwire.comm.collectives.layout",
             "gradwire.comm.collectives.meter",
             "gradwire.comm.collectives.world",
