@@ -19,8 +19,8 @@ from tabulate import tabulate
 
 from gradwire.base.files import write_text
 from gradwire.base.units import UNSHAPED
-from gradwire.bench.report.page.files import svg
-from gradwire.bench.report.page.fronts import time_to_loss
+from gradwire.bench.report.page.figures import time_to_loss
+from gradwire.bench.report.page.render import svg
 from gradwire.bench.report.page.style import looks, styled
 from gradwire.bench.report.rows.record import BF16, Result, read_results
 from gradwire.bench.report.tables.quality import perplexity_reference
@@ -90,11 +90,11 @@ def winners(known: Sequence[Cell], found: Mapping[tuple[str, str], Costs], targe
 
 
 def save(known: Sequence[Cell], folder: Path) -> None:
-    """Write the curves and the map."""
-    drawings = time_to_loss(known, looks(sorted({cell.compressor for cell in known})))
+    """Write the curves of each link."""
     with styled():
-        for name, drawing in zip(("time-to-loss", "soonest"), drawings, strict=True):
-            write_text(folder / f"{name}.svg", svg(drawing()))
+        for drawing in time_to_loss(known, looks(sorted({cell.compressor for cell in known}))):
+            plot = drawing()
+            write_text(folder / f"{plot.name}.svg", svg(plot))
 
 
 def main() -> None:

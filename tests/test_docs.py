@@ -129,13 +129,13 @@ def test_example_reports_are_of_the_committed_records(site):
 
 
 def test_a_report_of_links_needs_its_records_only(tmp_path):
-    """As committed records become a page: the fastest compressor by link, with the experiment's question."""
+    """As committed records become a page: perplexity over step time, with the experiment's question."""
     spec = importlib.util.spec_from_file_location("reports", ROOT / "docs" / "_site" / "reports.py")
     hook = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(hook)
     made_results.write(tmp_path, made_results.rows(seeds=(0,)))
     page = hook.report((tmp_path / "results.jsonl").rename(tmp_path / "links.jsonl"))
-    assert '<figure id="figure-winners' in page and "<h1>Where does compression pay?</h1>" in page
+    assert '<figure id="figure-quality-time' in page and "<h1>Where does compression pay?</h1>" in page
     assert "times shared" not in page, "the experiment is timed: one run at a time"
     assert str(tmp_path.parent) not in page
 

@@ -1,18 +1,18 @@
 """Figures: what they write is legible, in the made-up results and in the committed records.
 
-Of `page/curves.py`, `page/fronts.py`, `page/speed.py`, `page/style.py`.
+Of `page/curves.py`, `page/style.py`.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import xml.etree.ElementTree as ET
 from collections import defaultdict
 from itertools import combinations
 from typing import NamedTuple
 
 import made_results
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -22,10 +22,8 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 from matplotlib.transforms import Bbox
 
-from gradwire.bench.report.page.data import Data
-from gradwire.bench.report.page.files import save
-from gradwire.bench.report.page.sections import sections
-from gradwire.bench.report.page.style import styled
+from gradwire.bench.report.page.sections import Data, sections
+from gradwire.bench.report.page.style import COLOURS, looks, styled
 from gradwire.bench.report.rows.record import Result
 from gradwire.bench.report.tables.across_runs import read_curves
 
@@ -74,31 +72,19 @@ def strays(figure: Figure) -> None:
             assert ax.bbox.contains(*box.min) and ax.bbox.contains(*box.max), name.get_text()
 
 
-def test_no_text_of_a_figure_holds_markup_or_lies_outside_of_it(tmp_path, written):
-    """Each text as SVG and PNG draw it; one figure of each kind."""
-    rows = made_results.rows(LABELS, ["ddp", "fsdp2"], [(1, "none"), (2, "none"), (2, "100mbit")], [0, 1, 2])
-    kinds = {}
-    for section in sections(Data.read(made_results.write(tmp_path / "demo", rows))):
-        for plot in section.plots[:: max(1, len(section.plots) - 1)]:
-            kinds[section.key, id(plot)] = plot
-    names = [save(plot, tmp_path).name for plot in kinds.values()]
-    assert {name.split("-")[0] for name in names} >= {"headline", "pareto", "loss", "step", "scaling", "gradient"}
-    assert len(written) > 40 * len(names) / 2
-    assert outside(written) == []
-    assert [one.text for one in written if re.search(r"[$\\^{}]", one.text)] == []
-    for name in names:
-        root = ET.parse(tmp_path / f"{name}.svg").getroot()
-        texts = [element.text or "" for element in root.iter() if element.tag.endswith("}text")]
-        assert texts and not [text for text in texts if re.search(r"[$\\^{}]", text)], name
+def all_plots(data: Data) -> list:
+    """The figures of the page: the first, and those of the sections."""
+    first = data.figure(data.first[1], data.first[0])
+    return [plot for plot in [first, *(plot for section in sections(data) for plot in section.plots)] if plot]
 
 
-TIMELESS = ("pareto-bytes", "ranks", "loss-steps", "validation-loss", "gradient-error", "residual-norm")
+TIMELESS = ("quality-bytes", "ranks", "loss-steps", "validation-loss", "gradient-error", "residual-norm")
 
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory):
     """Runs that shared the machine, with targets, on two links of a rate; their first steps compile for a minute."""
-    places = [(1, "none"), (2, "none"), (2, "1gbit"), (2, "100mbit")]
+    places = [(1, "none"), (2, "none"), (2, "100mbit")]
     reached = {"steps_to_target": {"60": 30}, "time_to_target_s": {"60": 3.0}, "bytes_to_target": {"60": 9}}
     rows = [row.model_copy(update=reached) for row in made_results.rows(LABELS, ["ddp"], places, [0, 1])]
     folder = made_results.write(tmp_path_factory.mktemp("shared") / "demo", rows)
@@ -114,30 +100,30 @@ def shared(tmp_path_factory):
 def test_every_figure_of_times_says_that_they_are_shared_and_no_other_does(shared):
     marked = {}
     with styled():
-        for plot in (drawing() for section in sections(shared) for drawing in section.plots):
+        for plot in (drawing() for drawing in all_plots(shared)):
             marked[plot.name] = "times shared" in [text.get_text() for text in plot.figure.texts]
             assert marked[plot.name] == plot.alt.endswith("Times are shared with other runs."), plot.name
     timeless = {name for name in marked if name.startswith(TIMELESS)}
-    kinds = ("pareto-time", "loss-seconds", "step-time", "scaling", "winners", "time-to-loss", "soonest")
-    drawn = {*TIMELESS, *kinds, "headline"} - {"ranks"}  # one world size sends anything
+    kinds = ("quality-time", "loss-seconds", "step-time", "scaling", "time-to-loss")
+    drawn = {*TIMELESS, *kinds} - {"ranks"}  # one world size sends anything
     assert all(any(name.startswith(kind) for name in marked) for kind in drawn)
     assert {name for name, mark in marked.items() if not mark} == timeless
 
 
 def test_what_the_first_step_compiles_is_in_no_curve_over_seconds(shared):
-    (made,) = (section for section in sections(shared) if section.key == "loss")
+    (made,) = (section for section in sections(shared) if section.key == "save")
     drawn = [plot for plot in (drawing() for drawing in made.plots) if plot.name.startswith("loss-seconds")]
-    assert len(drawn) == 4
+    assert len(drawn) == 3
     for plot in drawn:
         for line in plot.figure.axes[0].lines:
             seconds = line.get_xdata()
             assert seconds[0] < 2 * (seconds[1] - seconds[0]) and seconds[-1] < 60
 
 
-@pytest.mark.parametrize(("experiment", "figures"), [("quality", 7), ("time-to-loss", 10), ("ranks", 3)])
+@pytest.mark.parametrize(("experiment", "figures"), [("quality", 2), ("time-to-loss", 5), ("ranks", 3)])
 def test_no_two_texts_of_the_committed_records_figures_overlap(tmp_path, written, experiment, figures):
     data = Data.read(made_results.committed(tmp_path / experiment, experiment))
-    drawings = [plot for section in sections(data) for plot in section.plots]
+    drawings = all_plots(data)[:6]  # the rest are of the same kinds
     with styled():
         for drawing in drawings:
             figure = drawing().figure
@@ -150,12 +136,13 @@ def test_no_two_texts_of_the_committed_records_figures_overlap(tmp_path, written
     assert outside(written) == []
     pairs = [pair for found in texts.values() for pair in combinations(found, 2)]
     assert [(one, other) for (one, box), (other, beside) in pairs if box.overlaps(beside)] == []
+    assert [one.text for one in written if re.search(r"[$\\^{}]", one.text)] == []
 
 
 def test_what_more_ranks_cost_is_against_the_same_optimizer_in_every_step(tmp_path):
     folder = made_results.committed(tmp_path / "ranks", "ranks")
-    (made,) = (section for section in sections(Data.read(folder)) if section.key == "ranks")
-    (plot,) = (drawing() for drawing in made.plots)
+    (made,) = (section for section in sections(Data.read(folder)) if section.key == "cost")
+    (plot,) = (plot for plot in (drawing() for drawing in made.plots) if plot.name.startswith("ranks"))
     rows = [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
     perplexities = {(row["compressor"], row["world_size"]): row["val_ppl"] for row in rows}
     lines = {line.get_gid(): line for line in plot.figure.axes[0].lines}
@@ -180,9 +167,9 @@ def test_runs_of_simulated_ranks_have_losses_over_steps_and_not_over_seconds(tmp
         untimed = pa.nulls(len(table), pa.float64())
         pq.write_table(table.set_column(table.column_names.index("step_ms"), "step_ms", untimed), path)
     data = Data.read(folder)
-    (made,) = (section for section in sections(data) if section.key == "loss")
-    drawn = {plot.name: plot.tips for plot in (drawing() for drawing in made.plots)}
-    assert {name.partition("-ddp")[0] for name in drawn} == {"loss-steps", "validation-loss"}
+    drawn = {plot.name: plot.tips for plot in (drawing() for drawing in all_plots(data))}
+    kinds = {"quality-bytes", "loss-steps", "validation-loss", "step-time", "gradient-error", "residual-norm"}
+    assert {name.partition("-ddp")[0] for name in drawn} == kinds
     assert len(drawn["loss-steps-ddp-ws8-none"]) == 2 and data.notes == []
     assert read_curves(rows, folder) == {}
 
@@ -191,3 +178,22 @@ def test_runs_of_simulated_ranks_have_losses_over_steps_and_not_over_seconds(tmp
     pq.write_table(table.set_column(table.column_names.index("step_ms"), "step_ms", some), paths[0])
     data = Data.read(folder)
     assert len([*sections(data)]) and "step_ms is null" in data.notes[0]
+
+
+def test_nine_methods_and_the_baseline_have_colours_that_colour_blind_readers_tell_apart():
+    """CIELAB distances for normal vision, and by Machado et al. (2009) without green or red cones."""
+    seen_by = [
+        np.eye(3),
+        np.array([[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]]),
+        np.array([[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]]),
+    ]
+    to_xyz = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
+    to_lab = np.array([[0, 116, 0], [500, -500, 0], [0, 200, -200]])
+    used = [look.colour for look in looks(f"label{i}" for i in range(9)).values()]
+    assert len({*used}) == 10 and {*COLOURS} <= {*used}
+    rgb = np.array([[int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)] for colour in used])
+    linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+    for seen in seen_by:
+        xyz = np.clip(linear @ seen.T, 0, 1) @ to_xyz.T / [0.9505, 1, 1.089]
+        lab = np.where(xyz > 0.008856, np.cbrt(xyz), 7.787 * xyz + 16 / 116) @ to_lab.T
+        assert min(np.linalg.norm(one - other) for one, other in combinations(lab, 2)) > 20

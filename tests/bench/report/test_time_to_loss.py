@@ -1,4 +1,4 @@
-"""Time to loss: times composed by hand of steps and step times, their curves and the map of the soonest.
+"""Time to loss: times composed by hand of steps and step times, their table and curves.
 
 Of `tables/time_to_loss.py`.
 """
@@ -10,10 +10,10 @@ import math
 import pytest
 from links_rows import row
 
-from gradwire.bench.report.page.fronts import curves, on_front, soonest, time_to_loss
+from gradwire.bench.report.page.figures import curves, on_front, time_to_loss
 from gradwire.bench.report.page.style import looks, styled
 from gradwire.bench.report.tables.quality import PerplexityReference
-from gradwire.bench.report.tables.time_to_loss import Goal, cells, loads, records
+from gradwire.bench.report.tables.time_to_loss import by_target, cells, loads
 
 STEPS = {  # to a perplexity of 60, and to the final one of bf16-native, by seed; seed 3 was not judged by targets
     "none": [(50, None), (60, None), (70, 100), None],
@@ -70,9 +70,13 @@ def test_times_are_the_steps_of_all_judged_seeds_at_the_link_s_typical_step(foun
     ends = {(cell.compressor, cell.link): cell.end() for cell in found}
     assert ends["int8", "none"] == approx((10 * 0.1 + 90 * 0.11, 45.5))
     assert loads(found) == approx({"none": 0.0, "100mbit": 8.0})
-    lines = {(line["target"], line["link"], line["compressor"]): line for line in records(found)}
-    line = lines["60", "100mbit", "int8"]
-    assert (line["n"], line["reached"], line["steps"], line["seconds"]) == (3, "3 of 3", "30", "15.0")
+    table = by_target(found)
+    assert [column.title for column in table.columns][-2:] == ["seconds", "seconds 100mbit"]
+    lines = [[entry.text for entry in row] for row in table.rows if row[0].text == "60"]
+    assert [line[3] for line in lines] == ["int8", "bf16-native", "none", "int4"], (
+        "the soonest on the slowest link first"
+    )
+    assert lines[0][4:] == ["3", "3 of 3", "30", "–", "3.2", "15.0"] and lines[-1][-1] == "∞"
 
 
 def test_runs_of_their_own_have_the_times_that_they_took():
@@ -94,7 +98,7 @@ def close(points):
 
 
 def test_curves_join_the_targets_and_the_end_of_the_runs(found):
-    slow = curves(found, "100mbit")
+    slow = curves([cell for cell in found if cell.link == "100mbit"])
     bf16 = 47.5  # the median of its final perplexities
     assert slow["none"] == close([(54.0, 60.0), (90.0, 50.5)]), "it misses the second target"
     assert slow["bf16-native"] == close([(30.5, 60.0), (50.0, bf16)])
@@ -104,31 +108,13 @@ def test_curves_join_the_targets_and_the_end_of_the_runs(found):
     assert set(on_front(slow | {"int4": [(16.0, 81.5)]})) == {"none", "bf16-native", "int8"}
 
 
-def test_the_figures_show_these_numbers(found):
-    assert soonest(found, "none", "60") == ("int8", pytest.approx(10 * 0.1 + 20 * 0.11))
-    assert soonest(found, "none", "bf16-native") == ("bf16-native", pytest.approx(7.0))
-    with styled():
-        drawn, mapped = (drawing() for drawing in time_to_loss(found, looks(LABELS)))
-    titles = [ax.get_title(loc="left") for ax in drawn.figure.axes]
-    assert titles == ["no shaped link", "100mbit, m = 8"]
-    assert "int8, 100mbit: 60 at 15 s, 47.5 at 30 s, 45.5 at 36 s" in drawn.tips.values()
-    slow = {line.get_color(): line.get_xydata() for line in drawn.figure.axes[1].lines}
+def test_a_figure_of_each_link_shows_these_numbers(found):
     looked = looks(LABELS)
-    for label, points in curves(found, "100mbit").items():
-        assert [tuple(point) for point in slow[looked[label].colour]] == close(points)
-    (ax,) = mapped.figure.axes
-    assert [text.get_text() for text in ax.texts] == ["3 s", "15 s", "7 s", "30 s"]
-    assert "perplexity 60 on 100mbit: int8, 15 s" in mapped.alt
-    assert "the perplexity of bf16-native on no shaped link: bf16-native, 7 s" in mapped.alt
-
-
-def test_one_link_is_no_figure_and_what_nobody_reaches_is_left_empty(found):
-    assert not list(time_to_loss([cell for cell in found if cell.link == "none"], looks(LABELS)))
-    only = [cell for cell in found if cell.compressor == "int4"]
-    _, mapped = (drawing() for drawing in time_to_loss(only, looks(LABELS)))
-    assert not mapped.figure.axes[0].texts
-
-
-def test_a_target_is_a_perplexity_or_that_of_a_label():
-    assert Goal("45", "ddp", 2).named == "perplexity 45"
-    assert Goal("bf16-native", "ddp", 2).named == "the perplexity of bf16-native"
+    with styled():
+        drawn, fast = (drawing() for drawing in time_to_loss(found, looked))
+    (ax,) = drawn.figure.axes
+    assert ax.get_title(loc="left") == "ddp, W = 2, 100mbit" and fast.name == "time-to-loss-ddp-W-2"
+    assert "int8: 60 at 15 s, 47.5 at 30 s, 45.5 at 36 s" in drawn.tips.values()
+    lines = {line.get_color(): line.get_xydata() for line in ax.lines}
+    for label, points in curves([cell for cell in found if cell.link == "100mbit"]).items():
+        assert [tuple(point) for point in lines[looked[label].colour]] == close(points)

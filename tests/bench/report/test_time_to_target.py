@@ -18,7 +18,7 @@ from gradwire.bench.config import Run, experiment
 from gradwire.bench.report.tables.across_runs import collect, joined, read_curve, with_quality
 from gradwire.bench.report.tables.quality import PerplexityReference
 from gradwire.bench.report.tables.summary import summary
-from gradwire.bench.report.tables.time_to_loss import cells, records
+from gradwire.bench.report.tables.time_to_loss import by_target, cells
 
 RUN = Run("ddp", "none", 2, "none", 0)
 
@@ -212,12 +212,11 @@ def test_time_steps_and_bytes_to_each_target(tmp_path):
     )
     assert to_target(rows["diloco", 1])[0] == {"60": 4, "40": None, "none": 4}, "its own seed's baseline is worse"
     assert to_target(rows["diloco", 2])[0] == {"60": None, "40": None}, "there is no such seed to compare with"
-    reached = records(cells(rows.values(), PerplexityReference.of("here", rows.values())))
-    table = {(line["target"], line["compressor"]): line for line in reached}
-    columns = ("n", "reached", "steps", "seconds", "megabytes")
-    assert [table["60", "diloco"][name] for name in columns] == [3, "2 of 3", "4", "0.0", "0.000"]
-    assert [table["40", "none"][name] for name in columns] == [2, "0 of 2", "∞", "∞", "∞"]
-    assert [table["none", "diloco"][name] for name in columns[:3]] == [2, "1 of 2", "∞"]
+    reached = by_target(cells(rows.values(), PerplexityReference.of("here", rows.values())))
+    table = {(line[0].text, line[3].text): [entry.text for entry in line[4:]] for line in reached.rows}
+    assert table["60", "diloco"] == ["3", "2 of 3", "4", "0.000", "0.0"]
+    assert table["40", "none"] == ["2", "0 of 2", "∞", "∞", "∞"]
+    assert table["none", "diloco"][:3] == ["2", "1 of 2", "∞"]
     text = summary(as_read(list(rows.values())))
     assert "## Time to target" in text and "∞" in text.split("## Time to target")[1]
 
@@ -247,8 +246,8 @@ def test_a_shaped_run_takes_the_steps_of_the_long_one_at_its_own_step_time(tmp_p
     assert to_target(taken) == ({"60": 4, "40": None}, times, {"60": 400, "40": None})
     assert taken.val_ppl == 50 and taken.quality_from == "long: ddp/diloco/ws2/none/seed0"
     of_link = [one.model_copy(update={"step_time_ms_p50": one.step_time_ms_mean}) for one in (taken, *others)]
-    line = next(line for line in records(cells(of_link, found)) if line["target"] == "60")
-    assert line["seconds"] == ("–" if seconds is None else f"{seconds:.1f}")
+    line = next(line for line in by_target(cells(of_link, found)).rows if line[0].text == "60")
+    assert line[-1].text == ("–" if seconds is None else f"{seconds:.1f}")
 
 
 def test_a_run_for_times_only_takes_the_perplexity_of_its_cell_without_a_link(tmp_path):

@@ -24,8 +24,7 @@ class Options(Strict):
 
 def main(options: Options) -> None:
     """Print the differences as Markdown or JSON."""
-    from gradwire.bench.report.page.sections import comparison
-    from gradwire.bench.report.tables.comparison import QUANTITIES, common, differences
+    from gradwire.bench.report.tables.comparison import DIFFERENCES, QUANTITIES, common, compared, differences
     from gradwire.bench.report.tables.results import Results
 
     if options.tables is not None:
@@ -36,9 +35,9 @@ def main(options: Options) -> None:
         records = {of.field: [cell.record() for cell in differences(pairs, of)] for of in QUANTITIES}
         print(json.dumps(records, indent=2, ensure_ascii=False))
         return
-    section = comparison(first, second)
-    tables = [f"## {table.caption}\n\n{table.markdown()}" for table in section.tables]
-    print("\n\n".join([f"# {options.second} against {options.first}", section.lead, *section.notes, *tables]))
+    tables, notes = compared(first, second)
+    texts = [f"## {table.caption}\n\n{table.markdown()}" for table in tables]
+    print("\n\n".join([f"# {options.second} against {options.first}", DIFFERENCES, *notes, *texts]))
     if options.tables is not None:
-        for table in section.tables:
+        for table in tables:
             table.save(options.tables)

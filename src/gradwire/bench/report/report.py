@@ -24,12 +24,11 @@ def output_dir(options: Options) -> Path | None:
 
 def main(options: Options) -> None:
     """Write ``report.html``, ``figures/`` and ``tables/``, and print the page's path."""
-    from gradwire.bench.report.page.data import Data
-    from gradwire.bench.report.page.files import write
-    from gradwire.bench.report.page.sections import comparison, sections
+    from gradwire.bench.report.page.render import write
+    from gradwire.bench.report.page.sections import Data, comparison, sections
 
     data = Data.read(options.results_dir)
-    made = list(sections(data))
+    made = sections(data)
     if options.compare_with is not None:
         made.append(comparison(data, Data.read(options.compare_with)))
     figures = write(data, made)

@@ -23,7 +23,6 @@ class Options(Strict):
         description="results.jsonl of another experiment, with perplexities for runs that have none; default: the one "
         "named in the list of runs",
     )
-    print_only: bool = Field(False, description="print the table and write nothing")
 
 
 def output_dir(options: Options) -> Path | None:
@@ -32,10 +31,11 @@ def output_dir(options: Options) -> Path | None:
 
 
 def main(options: Options) -> None:
-    """Write the results and print the table."""
+    """Write the results and the summary, and print what a screen has room for."""
     from gradwire.bench.report.rows.record import csv_text, jsonl
     from gradwire.bench.report.rows.runs import SHARED
     from gradwire.bench.report.tables.across_runs import joined
+    from gradwire.bench.report.tables.glance import terminal
     from gradwire.bench.report.tables.results import Results
     from gradwire.bench.report.tables.summary import summary
 
@@ -43,8 +43,8 @@ def main(options: Options) -> None:
     rows, reference, notes = joined(folder, options.experiment, options.quality_from)
     for note in notes:
         print(f"gradwire summarize: {note}", file=sys.stderr)
-    text = summary(Results(folder, rows, reference, SHARED in notes, notes))
-    if not options.print_only:
-        for name, content in (("results.jsonl", jsonl(rows)), ("results.csv", csv_text(rows)), ("summary.md", text)):
-            write_text(folder / name, content)
-    print(text)
+    results = Results(folder, rows, reference, SHARED in notes, notes)
+    files = {"results.jsonl": jsonl(rows), "results.csv": csv_text(rows), "summary.md": summary(results)}
+    for name, content in files.items():
+        write_text(folder / name, content)
+    print(terminal(results))

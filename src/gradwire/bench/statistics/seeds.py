@@ -1,4 +1,4 @@
-"""Statistics over seeds: means, spreads, paired differences, and the quality gate.
+"""Statistics over seeds: means, spreads, paired differences, and the verdict on a perplexity.
 
 The **spread** of fewer than `LEAST` seeds is their range; with more seeds, Student's 95 % interval of the mean. All
 tables, the page, `gradwire compare` and `benchmarks/quality_table.py` use this definition.
@@ -16,7 +16,16 @@ import numpy as np
 CONFIDENCE = 0.95
 LEAST = 5  # fewest seeds for an interval
 POWER = 0.8  # probability of finding a difference of the size that is called detectable
-TOLERANCE = 1.0  # percent above the baseline's perplexity that the quality gate allows
+TOLERANCE = 1.0  # percent around the baseline's perplexity that count as the same
+VERDICTS = {  # the first that holds, from `verdict`
+    "diverged": "a run diverged",
+    "not compared": "no seed has both perplexities",
+    "one seed": "one seed has both, and so no spread",
+    "same": f"the whole spread of the difference is within ±{TOLERANCE:g} %",
+    "worse": "the whole spread is above 0",
+    "better": "the whole spread is below 0",
+    "not distinguishable": "the spread has 0 in it and a difference beyond the tolerance",
+}
 
 
 class Estimate(NamedTuple):
@@ -76,15 +85,22 @@ def percent_worse(values: Mapping[int, float], baseline: Mapping[int, float]) ->
     return {seed: 100 * (values[seed] / baseline[seed] - 1) for seed in sorted(values.keys() & baseline.keys())}
 
 
-def gated(worse: float) -> bool:
-    """The quality gate: whether a mean perplexity is more than 1 % above the reference's, so that it cannot win.
-
-    An unknown difference (NaN) is not gated, but has not passed either.
+def verdict(difference: Estimate, diverged: bool = False) -> str:
+    """What seeds show of a perplexity against that of the same optimizer in every step, in a word: see `VERDICTS`.
 
     Args:
-        worse: The mean difference in percent, paired by seed.
+        difference: The difference in percent, paired by seed.
+        diverged: Whether a run diverged.
     """
-    return worse > TOLERANCE
+    if diverged:
+        return "diverged"
+    if difference.n < 2:
+        return "one seed" if difference.n else "not compared"
+    if max(abs(difference.low), abs(difference.high)) <= TOLERANCE:
+        return "same"
+    if difference.low > 0:
+        return "worse"
+    return "better" if difference.high < 0 else "not distinguishable"
 
 
 class Paired(NamedTuple):

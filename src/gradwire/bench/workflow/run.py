@@ -57,7 +57,7 @@ class Options(Strict):
 
 
 def main(options: Options) -> None:
-    """Run what is missing of the experiment; print its table and the path of its page.
+    """Run what is missing of the experiment; print one screen of it, with the paths of its page and tables.
 
     Raises:
         BadInput: If the file is invalid, its source cannot be read, or jobs failed on bad input only.
@@ -83,7 +83,10 @@ def main(options: Options) -> None:
     elif dry_run:
         print(f"{view.total} jobs: {', '.join(f'{n} {rule}' for rule, n in view.jobs.items())}")
     if not dry_run and (results / "report.html").exists():
-        print(f"\n{(results / 'summary.md').read_text()}\nreport: {results / 'report.html'}")
+        from gradwire.bench.report.tables.glance import terminal
+        from gradwire.bench.report.tables.results import Results
+
+        print(f"\n{terminal(Results.read(results))}")
         check_results(results)
 
 

@@ -1,4 +1,4 @@
-"""Curves from ``steps.parquet``: losses, gradient error and residual norm over steps or seconds; cost over ranks."""
+"""Curves from ``steps.parquet``: losses, gradient error and residual norm over steps or seconds."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from gradwire.base.errors import BadInput
-from gradwire.bench.report.page.style import MUTED, Drawing, Look, Plot, axes, group_title, logarithmic, over_worlds
+from gradwire.bench.report.page.style import Drawing, Look, Plot, axes, group_title, logarithmic
 from gradwire.bench.report.rows.record import Result
-from gradwire.bench.report.tables.cells import Group, slug
-from gradwire.bench.statistics.seeds import Estimate
+from gradwire.bench.report.tables.cells import Group
 from gradwire.bench.steps import durations
 from gradwire.bench.steps import read as read_steps
 
@@ -151,28 +150,3 @@ def draw(kind: Kind, group: Group, lines: Lines, looks: Mapping[str, Look]) -> P
         logarithmic(ax, "y")
     alt = f"{kind.y} over {kind.x}, {group_title(*group)}: {', '.join(lines)}."
     return chart.plot(f"{kind.name}-{group.slug}", alt)
-
-
-def draw_ranks(strategy: str, costs: Mapping[str, Mapping[int, Estimate]], looks: Mapping[str, Look]) -> Plot:
-    """Draw what each label costs over world sizes, with the spread of its seeds.
-
-    Args:
-        strategy: The strategy of all.
-        costs: By label and world size, percent of perplexity above the same optimizer in every step.
-        looks: How each label is drawn.
-    """
-    title = group_title(strategy)
-    chart, ax = axes(title, "world size W", "perplexity above its optimizer\nin every step, %", left=0.85)
-    ax.axhline(0, color=MUTED, lw=1, ls=(0, (2, 2)))
-    for label, of_label in costs.items():
-        worlds = sorted(of_label)
-        means = [of_label[world].mean for world in worlds]
-        lows, highs = ([getattr(of_label[world], end) for world in worlds] for end in ("low", "high"))
-        ax.vlines(worlds, lows, highs, color=looks[label].colour, lw=1, alpha=0.55)
-        (chart.handles[label],) = ax.plot(worlds, means, **looks[label].line)
-        points = (f"W = {world}: {mean:+.1f} %" for world, mean in zip(worlds, means, strict=True))
-        chart.tip(chart.handles[label], f"{label}: {', '.join(points)}")
-    over_worlds(ax, sorted({world for of_label in costs.values() for world in of_label}))
-    said = "; ".join(chart.tips.values())
-    alt = f"Perplexity above the same optimizer in every step, over world sizes, {title}: {said}."
-    return chart.plot(f"ranks-{slug(strategy)}", alt)

@@ -1,7 +1,8 @@
 """Styles of figures: one per label, for light, dark and print, distinguished by more than colour.
 
-Colours are those of Okabe and Ito ("Color Universal Design", 2008) without yellow and black, and an indigo; labels
-beyond them differ in dashes and markers too. The baseline has the colour of the text.
+Any two of the nine colours and the text's, which is the baseline's, differ by 24 or more in CIELAB for normal,
+deuteranope and protanope vision (Machado et al. 2009), in light and dark; labels beyond them differ in dashes and
+markers too.
 """
 
 from __future__ import annotations
@@ -17,19 +18,20 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
+from matplotlib.transforms import Bbox
 
 from gradwire.bench.config import BASELINE
+from gradwire.bench.statistics.seeds import Estimate
 
 INK, MUTED, NEUTRAL, GRID, PAPER = "#16191d", "#5b6470", "#9aa3ae", "#dfe3e8", "#fefefe"
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#b5549a", "#c98a00", "#2b95d6", "#5a4fcf")
+COLOURS = ("#0072b2", "#d55e00", "#332288", "#4d908e", "#0ead69", "#8338ec", "#7f3b08", "#1b4965", "#3a5a40")
 DASHES = ("-", (0, (5, 2)), (0, (1, 1.4)), (0, (5, 1.5, 1, 1.5)))
 MARKERS = "os^DvPX*<>"
-HATCHES = ("", "///", "---", "xxx", "|||", "+++")  # lines only: dots make an SVG a hundred times larger
 SMALL = 8.5  # points: legends and labels of single points
 WIDTH = 4.9  # inches: a column of a paper, readable on a phone
 TICKS = ((1.5, (1, 2, 5)), (0.95, (1, 3)))  # of each decade, if it has more inches than this
 TOP, RIGHT, BOTTOM, LINE = 0.32, 0.25, 0.5, 0.18  # inches around the axes; of a legend's line
-LABEL_BOX: Any = {"fc": PAPER, "ec": "none", "pad": 2, "alpha": 0.9}
+CHARACTER, HIGH = 0.073, 0.14  # inches of a name: each character, and its height
 LEGEND: Any = {"handlelength": 2.2, "columnspacing": 1.2, "borderaxespad": 0.3, "labelspacing": 0.35}
 SETTINGS: Any = {
     "svg.fonttype": "none",  # keep text as text
@@ -96,18 +98,6 @@ def looks(labels: Iterable[str]) -> dict[str, Look]:
     return styles
 
 
-def fills(labels: Iterable[str], looks: Mapping[str, Look]) -> dict[str, dict[str, Any]]:
-    """How areas of labels are filled: in their colours, or in free ones where labels of a figure have the same."""
-    styles: dict[str, dict[str, Any]] = {}
-    for order, label in enumerate(labels):
-        taken = [style["fc"] for style in styles.values()]
-        colour = next(
-            (colour for colour in (looks[label].colour, *COLOURS) if colour not in taken), looks[label].colour
-        )
-        styles[label] = {"fc": colour, "ec": PAPER, "hatch": HATCHES[order % len(HATCHES)], "lw": 0}
-    return styles
-
-
 @contextmanager
 def styled() -> Iterator[None]:
     """Apply matplotlib settings while drawing or saving."""
@@ -136,6 +126,40 @@ class Chart:
         gid = f"tip{len(self.tips)}"
         artist.set_gid(gid)
         self.tips[gid] = text
+
+    def name(self, ax: Axes, points: Mapping[str, tuple[float, float, Estimate]]) -> None:
+        """Name points where that covers no other name, point or spread, and take these names out of the legend.
+
+        Args:
+            ax: Axes, whose limits are set.
+            points: By name: x, y, and the spread of y.
+        """
+        width, height = WIDTH * ax.get_position().width, self.figure.get_figheight() - TOP - BOTTOM  # inches
+        to_axes = ax.transScale + ax.transLimits
+
+        def place(x: float, y: float) -> tuple[float, float]:
+            inside = to_axes.transform((x, y))
+            return inside[0] * width, inside[1] * height
+
+        places = {name: place(x, y) for name, (x, y, _) in points.items()}
+        taken = [Bbox.from_bounds(x - 0.05, y - 0.05, 0.1, 0.1) for x, y in places.values()]
+        for x, _, of in points.values():
+            if of.n > 1:
+                (left, low), (_, high) = place(x, of.low), place(x, of.high)
+                taken.append(Bbox.from_extents(left - 0.01, low, left + 0.01, high))
+        axes_box = Bbox.from_bounds(0, 0, width, height)
+        for name, (x, y) in sorted(places.items(), key=lambda place: place[1][1]):
+            long = CHARACTER * (len(name) + 1)
+            rows = (0.03, -0.03 - HIGH, 0.09, -0.09 - HIGH)
+            corners = [(dx, dy) for dy in rows for dx in (0.06, -0.06 - long)]
+            sides = [(-long / 2, 0.08), (-long / 2, -0.08 - HIGH), (0.09, -HIGH / 2), (-0.09 - long, -HIGH / 2)]
+            boxes = (Bbox.from_bounds(x + dx, y + dy, long, HIGH) for dx, dy in (*corners[:4], *sides, *corners[4:]))
+            inside = (box for box in boxes if axes_box.contains(*box.min) and axes_box.contains(*box.max))
+            box = next((box for box in inside if not any(map(box.overlaps, taken))), None)
+            if box is not None:
+                taken.append(box)
+                del self.handles[name]
+                ax.text(box.x0 / width, box.y0 / height, name, transform=ax.transAxes, fontsize=SMALL, va="bottom")
 
     def plot(self, name: str, alt: str) -> Plot:
         """Add the legend below the axes, in as many columns as fit, and return the figure."""
@@ -169,38 +193,6 @@ def axes(title: str, x: str, y: str, height: float = 2.6, left: float = 0.72) ->
     ax.set(title=title, xlabel=x, ylabel=y)
     ax.tick_params(length=3)
     return Chart(figure), ax
-
-
-def panels(number: int, x: str, y: str) -> tuple[Chart, list[Axes]]:
-    """A chart with small panels, two in a row, that share their axes; `heading` writes its title.
-
-    Args:
-        number: Of panels.
-        x: What the x axes show, with its unit.
-        y: What the y axes show, with its unit.
-    """
-    rows, left, gap, height, above = -(-number // 2), 0.62, 0.16, 1.4, 0.3
-    whole = rows * (height + above)  # each panel has its title above it
-    width = (WIDTH - left - RIGHT - gap) / 2
-    figure = Figure(figsize=(WIDTH, TOP + whole + BOTTOM))
-    all_axes: list[Axes] = []
-    for i in range(number):
-        row, column = divmod(i, 2)
-        x0, y0 = left + column * (width + gap), whole - (row + 1) * (height + above)
-        shared = {"sharex": all_axes[0], "sharey": all_axes[0]} if all_axes else {}
-        box = x0 / WIDTH, y0 / whole, width / WIDTH, height / whole
-        ax = figure.add_axes(box, **shared)  # type: ignore[call-overload]
-        ax.tick_params(length=3, labelbottom=i + 2 >= number, labelleft=not column)
-        ax.set(xlabel=x if i + 2 >= number else "", ylabel="" if column else y)
-        all_axes.append(ax)
-    return Chart(figure), all_axes
-
-
-def heading(figure: Figure, title: str) -> None:
-    """Write the title of a figure with panels; call it after `Chart.plot`, which settles the height."""
-    left = figure.axes[0].get_position().x0
-    size, weight = mpl.rcParams["axes.titlesize"], "bold"
-    figure.text(left, 1 - 0.12 / figure.get_figheight(), title, va="top", fontsize=size, fontweight=weight)
 
 
 def over_worlds(ax: Axes, worlds: Iterable[int]) -> None:

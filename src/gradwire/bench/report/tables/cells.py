@@ -13,6 +13,7 @@ from typing import NamedTuple, cast
 import numpy as np
 import pandas as pd
 
+from gradwire.base.units import UNSHAPED
 from gradwire.bench.config import BASELINE
 from gradwire.bench.report.rows.record import BF16, Count, Number, Result
 from gradwire.bench.report.tables.quality import (
@@ -21,19 +22,31 @@ from gradwire.bench.report.tables.quality import (
     cell_key,
     perplexities,
 )
-from gradwire.bench.report.tables.table import MISSING, Column, milliseconds, text
-from gradwire.bench.statistics.seeds import estimates, gated, percents
+from gradwire.bench.report.tables.table import MISSING, Column, milliseconds, spread, text
+from gradwire.bench.statistics.seeds import TOLERANCE, Estimate, estimates, percents, verdict
 from gradwire.comm.topology import link_rate
 
 CELL = ["strategy", "world_size", "compressor", "link"]
 GROUP = ["strategy", "world_size", "link"]
+METHOD = ["strategy", "world_size", "compressor"]
 NUMBERS = (name for name, field in Result.model_fields.items() if field.annotation in (Number, Count))
 MEASURED = [*NUMBERS, "all_bytes_ratio"]
 ESTIMATED = ["step_time_ms_mean", "speed_up", "speed_up_bf16", "sent_mb"]
 JUDGED = ["val_ppl", "worse_percent"]  # of all runs whose perplexities count for a cell
 PARTS = {"": "mean", "_n": "n", "_std": "std", "_low": "low", "_high": "high"}  # of an estimate, by column suffix
-WORSE_PERCENT = [f"worse_percent{part}" for part in PARTS]
+STANDING = (
+    "baseline",
+    "better",
+    "same",
+    "not distinguishable",
+    "one seed",
+    "not compared",
+    "worse",
+    "diverged",
+    "failed",
+)
 SIGNS = {None: "", True: " =", False: " ≠"}  # bytes against their closed form; the worst sorts last
+BAD = ("worse", "diverged", "failed")  # verdicts
 
 COMPRESSOR = text("compressor", "compressor")
 STRATEGY = text("strategy", "strategy")
@@ -78,6 +91,7 @@ ALL_CELLS = (
     replace(TOKENS, long=True),
     replace(text("marks", "marks"), long=True),
 )
+WORSE_FORM = "{:+z.1f}"
 EFFICIENCY_HINT = "tokens/s per rank over those of one rank alone"
 EFFICIENCY = Column("efficiency", "efficiency_percent", "{:.1f}", " %", hint=EFFICIENCY_HINT)
 
@@ -111,9 +125,8 @@ def cells_of(rows: Sequence[Result], runs: pd.DataFrame, judged: Mapping[CellKey
     """Return one line per strategy, world size, compressor and link: statistics over seeds, and comparisons.
 
     Perplexities are of all seeds that count for a cell, ``quality_n`` of them; ``reference`` is what their difference
-    ``worse_percent`` is from, and ``saved``, ``saved_gradients`` are how many times fewer bytes their runs sent: all of
-    them, and gradients. A cell with a diverged run, ``diverged`` of them, does not pass the quality gate. In each
-    group gated cells are last, then by speed. Numbers that no seed has are NaN.
+    ``worse_percent`` is from, ``verdict`` what that shows, and ``saved`` how many times fewer bytes their runs sent. In
+    each group cells go by their verdicts, then by speed. Numbers that no seed has are NaN.
 
     Args:
         rows: The rows, at least one with a result.
@@ -136,9 +149,8 @@ def cells_of(rows: Sequence[Result], runs: pd.DataFrame, judged: Mapping[CellKey
     cells = cells.reset_index().copy()  # in few pieces: pandas warns of adding columns to many
     cells["n"] = by_cell.size().to_numpy()
     cells["quality_n"] = [len(of.runs) for of in of_cells]
-    for saved, ratio in (("saved", "all_bytes_ratio"), ("saved_gradients", "compression_ratio")):
-        of_judged = [mean([getattr(run, ratio) for run in of.runs.values()]) for of in of_cells]
-        cells[saved] = np.where(cells["quality_n"] > 0, of_judged, cells[ratio])
+    saved = [mean([run.all_bytes_ratio for run in of.runs.values()]) for of in of_cells]
+    cells["saved"] = np.where(cells["quality_n"] > 0, saved, cells["all_bytes_ratio"])
     cells["over_unigram"] = [over_unigram(of) for of in of_cells]
     cells["reference"] = [of.reference or MISSING for of in of_cells]
     cells["borrowed"] = [
@@ -149,12 +161,67 @@ def cells_of(rows: Sequence[Result], runs: pd.DataFrame, judged: Mapping[CellKey
     diverged = Counter(cell_key(row)[:3] for row in rows if row.status == "diverged")  # on any link: it changes no loss
     failed = Counter(cell_key(row) for row in rows if row.status == "failed")
     cells["diverged"], cells["failed"] = [diverged[key[:3]] for key in keys], [failed[key] for key in keys]
-    cells["gated"] = cells["worse_percent"].map(gated) | (cells["diverged"] > 0)
-    cells["gate"] = np.where(cells["gated"], " !", "")
-    cells["standing"] = np.where(cells["gated"], 2, cells["worse_percent"].isna().astype(int))
+    cells["verdict"] = [
+        "baseline" if key[2] == of.reference and not lost else verdict(worse, lost > 0)
+        for key, of, worse, lost in zip(
+            keys, of_cells, of_estimates(cells, "worse_percent"), cells["diverged"], strict=True
+        )
+    ]
+    cells["standing"] = standing(cells)
+    for name, field, form in (("ends", "worse_percent", WORSE_FORM), ("step_ends", "step_time_ms_mean", STEP.form)):
+        cells[name] = [spread_text(of, form) for of in of_estimates(cells, field)]
     cells["rate"] = [-link_rate(link) for link in cells["link"]]
     order = ["strategy", "world_size", "rate", "standing", "step_time_ms_mean", "compressor"]
     return cells.sort_values(order, ignore_index=True)
+
+
+def of_estimates(cells: pd.DataFrame, field: str) -> list[Estimate]:
+    """The estimate of a field in each line."""
+    parts = cells[[f"{field}{part}" for part in ("_n", "", "_std", "_low", "_high")]]
+    return [Estimate(int(n), *others) for n, *others in parts.itertuples(index=False)]
+
+
+def spread_text(of: Estimate, form: str) -> str:
+    """A spread as text that follows its mean: a range in brackets, an interval, or nothing for one seed."""
+    ends = spread(of.n, of.low, of.high, form)
+    return "" if ends == MISSING else f" {ends}" if ends.startswith("[") else f" ({ends})"
+
+
+def standing(cells: pd.DataFrame) -> pd.Series[int]:
+    """The order of cells by their verdicts; what several seeds have not shown is last if its mean is beyond 1 %."""
+    unshown = cells["verdict"].isin(("not distinguishable", "one seed"))
+    return (
+        cells["verdict"]
+        .map(STANDING.index)
+        .mask(unshown & (cells["worse_percent"] > TOLERANCE), STANDING.index("not compared"))
+    )
+
+
+def by_method(cells: pd.DataFrame) -> pd.DataFrame:
+    """Return one line per method, strategy and world size; fields of each link have its name before them.
+
+    The others are those of the cell whose perplexity is its own, on the fastest link. The best verdict of each strategy
+    and world size is first, then the fewest bytes; the baseline precedes all.
+    """
+    wide = pd.DataFrame(cells.set_index([*METHOD, "link"]).unstack("link"))
+    wide.columns = pd.Index([" ".join(reversed(key)) for key in wide.columns])
+    wide = wide.fillna(dict.fromkeys(wide.columns.difference(wide.select_dtypes("number").columns), ""))
+    first = cells.sort_values(["borrowed", "rate"]).drop_duplicates(METHOD)
+    lines = first.join(wide, on=METHOD).assign(more=-first["saved"].where(first["compressor"] != BASELINE, math.inf))
+    return lines.sort_values(["strategy", "world_size", "standing", "more", "compressor"], ignore_index=True)
+
+
+def over_links(columns: Iterable[Column], links: Iterable[str], shaped: str = "{title} {link}") -> list[Column]:
+    """The columns of each link, of lines as from `by_method`; ``shaped`` makes the headings for a link of a rate."""
+    return [
+        column.titled(
+            column.title if link == UNSHAPED else shaped.format(title=column.title, link=link),
+            field=f"{link} {column.field}",
+            mark=column.mark and f"{link} {column.mark}",
+        )
+        for link in links
+        for column in columns
+    ]
 
 
 def over_unigram(quality: Quality) -> float:

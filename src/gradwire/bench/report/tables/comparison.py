@@ -10,20 +10,50 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from gradwire.base.errors import BadInput
 from gradwire.bench.config import Run
 from gradwire.bench.report.rows.record import Result
 from gradwire.bench.report.tables.cells import ALL_BYTES, NAMES, PERPLEXITY, STEP
 from gradwire.bench.report.tables.checks import listed
-from gradwire.bench.report.tables.table import Column, Table, number, text
+from gradwire.bench.report.tables.results import Results
+from gradwire.bench.report.tables.table import SPREAD, Column, Table, number, text
 from gradwire.bench.statistics.seeds import Paired, adjusted, paired
 
 SIGNIFICANT = 0.05
 LEAST = 6  # cells; with fewer, a signed-rank test cannot reach p < 5 %
 BYTES = Column("gradient bytes", "bytes_compressed_total", "{:,.0f}")
 QUANTITIES = (PERPLEXITY, STEP.titled("step time, ms"), BYTES, ALL_BYTES)
+DIFFERENCES = f"""\
+Cells that both experiments have, paired by seed. The difference is that of the second from the first in percent, the
+mean of the ratios' logarithms over the pairs; {SPREAD}. p is that of a paired t-test on the logarithms (two-sided),
+adjusted for the number of cells by Holm's procedure; “sees” is the increase that it finds with a probability of 80 %,
+with as many pairs and as much spread. One pair gives no test."""
 DIFFERENCE = Column("difference", "difference", "{:+z.2f}", " %")
 
 Pairs = dict[Run, tuple[Result, Result]]
+
+
+def compared(first: Results, second: Results) -> tuple[list[Table], list[str]]:
+    """The differences of two experiments as tables, and what is said of all cells and of how the experiments differ.
+
+    Raises:
+        BadInput: If they share no run with a result.
+    """
+    name, other_name = first.results_dir.as_posix(), second.results_dir.as_posix()
+    pairs = common(first.ok, second.ok)
+    if not pairs:
+        raise BadInput(
+            f"{name} and {other_name} share no run with a result: none has the same strategy, compressor, "
+            "world size, link and seed in both."
+        )
+    cells = {quantity: differences(pairs, quantity) for quantity in QUANTITIES}
+    notes = [
+        f"{len(pairs)} runs are in both, {len(first.ok) - len(pairs)} in {name} only, "
+        f"{len(second.ok) - len(pairs)} in {other_name} only.",
+        *unlike(pairs),
+        *(note for quantity, of in cells.items() for note in over_cells(quantity, of)),
+    ]
+    return [table(quantity, of) for quantity, of in cells.items() if of], notes
 
 
 class Difference(NamedTuple):

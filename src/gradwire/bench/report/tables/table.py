@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,24 +21,7 @@ SPREAD = (
 KEYS = ("compressor", "strategy", "world_size", "link")  # fields that name a cell
 tabulate.MIN_PADDING = 0  # headers without padding, so that a dozen columns fit a terminal
 
-LINES = 40  # of a page of LaTeX
-BROKEN = 40  # characters; a longer entry is broken into lines
-PARAGRAPH = r">{\raggedright\arraybackslash}p{20em}"  # about as many characters
-SHRUNK = r"\noindent\resizebox{\ifdim\width>\textwidth\textwidth\else\width\fi}{!}{%"
-COMMANDS = {  # for characters that pdfLaTeX lacks, and for a slash after which a line may end
-    "/": r"\slash{}",
-    "×": r"$\times$",
-    "÷": r"$\div$",
-    "≠": r"$\neq$",
-    "≥": r"$\geq$",
-    "∞": r"$\infty$",
-    "α": r"$\alpha$",
-    "…": r"\ldots{}",
-    "–": "--",
-    "−": "$-$",
-    "“": "``",
-    "”": "''",
-}
+COMMANDS = {"≠": r"$\neq$", "≥": r"$\geq$", "∞": r"$\infty$", "α": r"$\alpha$", "−": r"$-$"}  # pdfLaTeX lacks these
 
 Record = Mapping[Any, Any]
 Row = Sequence[str]
@@ -63,45 +46,6 @@ def markdown(rows: Sequence[Row], headers: Row, left: Container[int] = (0,)) -> 
     return tabulate.tabulate(rows, headers, tablefmt="pipe", colalign=align if rows else None, disable_numparse=True)
 
 
-def latex(titles: Row, rows: Sequence[Row], numbers: Sequence[bool]) -> str:
-    """Format a table for the LaTeX packages array, booktabs and graphicx, no wider than the text.
-
-    Args:
-        titles: The headings.
-        rows: A text for each heading.
-        numbers: Whether a column is aligned to the right.
-
-    Returns:
-        One tabular, or several with the same headings if the rows do not fit a page.
-    """
-    widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
-    align = [PARAGRAPH if width > BROKEN else "lr"[number] for width, number in zip(widths, numbers, strict=True)]
-    return "\n\n".join(_tabular(titles, page, align) for page in _pages(rows))
-
-
-def _pages(rows: Sequence[Row]) -> Iterator[list[Row]]:
-    """Split rows into as many as fit a page; at least one page."""
-    page: list[Row] = []
-    lines = 0
-    for row in rows:
-        height = max(math.ceil(len(text) / BROKEN) for text in row)
-        if page and lines + height > LINES:
-            yield page
-            page, lines = [], 0
-        page.append(row)
-        lines += height
-    yield page
-
-
-def _tabular(titles: Row, rows: Sequence[Row], align: Sequence[str]) -> str:
-    sides = ["right" if side == "r" else "left" for side in align] if rows else None
-    text = tabulate.tabulate(rows, titles, tablefmt="latex_booktabs", colalign=sides, disable_numparse=True)
-    for character, command in COMMANDS.items():
-        text = text.replace(character, command)
-    _, _, body = text.partition("\n")
-    return f"{SHRUNK}\n\\begin{{tabular}}{{{''.join(align)}}}\n{body}%\n}}%"
-
-
 class Entry(NamedTuple):
     """One entry of a table.
 
@@ -109,11 +53,13 @@ class Entry(NamedTuple):
         text: The text shown.
         value: The sort key, with all digits; None sorts first.
         full: The entry of the CSV file, if that is not the value.
+        mark: The last part of the text, which a small screen can leave out.
     """
 
     text: str
     value: str | float | None = None
     full: str = ""
+    mark: str = ""
 
     @property
     def key(self) -> str:
@@ -179,13 +125,13 @@ class Column:
             text = spread(n, low, high, self.form)
             return Entry(text) if text == MISSING else Entry(text, low, spread(n, low, high, "{}"))
         value = record[self.field]
-        if not self.form:
-            return Entry(value, value)
         mark = record[self.mark] if self.mark else ""
+        if not self.form:
+            return Entry(f"{value}{mark}", f"{value}{mark}", mark=mark) if mark else Entry(value, value)
         if value is None or math.isnan(value):
             return Entry(MISSING + mark)
         value = value / self.per if self.per != 1 else value
-        return Entry(self.form.format(value) + self.unit + mark, value)
+        return Entry(self.form.format(value) + self.unit + mark, value, mark=mark)
 
 
 def text(title: str, field: str) -> Column:
@@ -250,11 +196,16 @@ class Table:
         return markdown(rows, [column.title for column in self.columns], left)
 
     def latex(self) -> str:
-        """Format as LaTeX, without the columns that a short table leaves out (`Column.long`)."""
+        """Format as LaTeX for booktabs and longtable, without the columns that a short table leaves out."""
         kept = [i for i, column in enumerate(self.columns) if not column.long]
-        columns = [self.columns[i] for i in kept]
-        rows = [[row[i].text for i in kept] for row in self.rows]
-        return latex([column.title for column in columns], rows, [column.number for column in columns])
+        frame = pd.DataFrame(
+            [[row[i].text for i in kept] for row in self.rows], columns=[self.columns[i].title for i in kept]
+        )
+        align = "".join("lr"[self.columns[i].number] for i in kept)
+        text = frame.to_latex(index=False, escape=True, column_format=align, longtable=True)
+        for character, command in COMMANDS.items():
+            text = text.replace(character, command)
+        return text
 
     def csv(self) -> str:
         """Format as CSV, with all digits."""

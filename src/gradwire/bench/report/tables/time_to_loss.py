@@ -17,17 +17,19 @@ from gradwire.base.units import UNSHAPED
 from gradwire.bench.config import BASELINE
 from gradwire.bench.report.rows.record import OWN_QUALITY, Result
 from gradwire.bench.report.tables.across_runs import duration
-from gradwire.bench.report.tables.cells import SUMMARY_CELL
+from gradwire.bench.report.tables.cells import COMPRESSOR, SEEDS, STRATEGY, WORLD, over_links
 from gradwire.bench.report.tables.quality import PerplexityReference
-from gradwire.bench.report.tables.table import MISSING, Column, text
+from gradwire.bench.report.tables.table import MISSING, Column, Table, text
 from gradwire.comm.topology import link_rate
 
-TARGETS = (
+TARGET = (
     text("target", "target"),
-    *SUMMARY_CELL,
+    STRATEGY,
+    WORLD,
+    COMPRESSOR,
+    SEEDS,
     Column("reached", "reached", hint="seeds that reached the target"),
     Column("steps", "steps"),
-    Column("seconds", "seconds"),
     Column("MB sent", "megabytes", hint="gradient bytes over all ranks until then"),
 )
 
@@ -35,19 +37,6 @@ TARGETS = (
 def is_perplexity(target: str) -> bool:
     """Whether a target is a perplexity, and not a label."""
     return target[:1].isdigit()
-
-
-class Goal(NamedTuple):
-    """A target, and the strategy and world size that are to reach it."""
-
-    target: str
-    strategy: str
-    world_size: int
-
-    @property
-    def named(self) -> str:
-        """The target in words: a perplexity, or the final one of a label."""
-        return f"perplexity {self.target}" if is_perplexity(self.target) else f"the perplexity of {self.target}"
 
 
 class Cell(NamedTuple):
@@ -108,26 +97,6 @@ class Cell(NamedTuple):
         return _middle(whole), _middle(run.val_ppl for run in self.runs)
 
 
-class Pair(NamedTuple):
-    """The seconds of two cells to one target, medians over the ``n`` seeds of both."""
-
-    reference: str
-    n: int
-    seconds: float
-    usual: float
-
-    @property
-    def gain(self) -> float:
-        """How many times sooner than the reference; NaN if it misses the target or a time is unknown."""
-        return self.usual / self.seconds if math.isfinite(self.usual) and self.seconds else math.nan
-
-
-def paired(cell: Cell, reference: Cell, target: str) -> Pair:
-    """The times of a cell and of the one that it is compared with, of the seeds of both."""
-    seeds = set.intersection(*({run.seed for run in each.asked(target)} for each in (cell, reference)))
-    return Pair(reference.compressor, len(seeds), *(each.seconds(target, seeds) for each in (cell, reference)))
-
-
 def seconds_to(target: str, runs: Sequence[Result], step: float, dense_step: float | None) -> float:
     """Seconds to a target, the median over the seeds that have it; infinite if it is missed, NaN if it is unknown.
 
@@ -186,21 +155,30 @@ def loads(cells: Iterable[Cell]) -> dict[str, float]:
     return {link: step / alone - 1 for link, step in steps.items()} if alone else {}
 
 
-def records(cells: Iterable[Cell]) -> list[dict[str, Any]]:
-    """One line per cell and target: medians over seeds, with misses infinite, fastest first."""
-    lines = []
-    for cell in cells:
+def by_target(cells: Sequence[Cell]) -> Table:
+    """A line per target and method: medians over seeds, with misses infinite, and the seconds on each link.
+
+    The soonest on the slowest link is the first of each target.
+    """
+    links = ordered(cell.link for cell in cells)
+    lines: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for cell in sorted(cells, key=lambda cell: links.index(cell.link)):
         for target in cell.targets:
             runs, time = cell.asked(target), cell.seconds(target)
             steps, sent = (_of_runs(runs, field, target) for field in ("steps_to_target", "bytes_to_target"))
             reached = sum((run.steps_to_target or {})[target] is not None for run in runs)
-            line = {name: getattr(cell, name) for name in ("link", "world_size", "strategy", "compressor")}
-            line |= {"target": target, "n": len(runs), "reached": f"{reached} of {len(runs)}"}
-            line["order"] = math.inf if math.isnan(time) else time
-            lines.append(line | {"steps": _text(steps), "seconds": _text(time, 1), "megabytes": _text(sent / 1e6, 3)})
-    return sorted(
-        lines, key=lambda line: [line[key] for key in ("target", "link", "world_size", "order", "compressor")]
-    )
+            names = {name: getattr(cell, name) for name in ("strategy", "world_size", "compressor")}
+            line = {"target": target, **names, "n": len(runs), "reached": f"{reached} of {len(runs)}"}
+            line |= {
+                "steps": _text(steps),
+                "megabytes": _text(sent / 1e6, 3),
+                **{f"{link} seconds": MISSING for link in links},
+            }
+            line = lines.setdefault((target, *names.values()), line)
+            line |= {f"{cell.link} seconds": _text(time, 1), "order": math.inf if math.isnan(time) else time}
+    made = sorted(lines.values(), key=lambda of: [of[key] for key in ("target", "strategy", "world_size", "order")])
+    columns = [*TARGET, *over_links([Column("seconds", "seconds")], links)]
+    return Table.of("targets", "Time to target", made, columns)
 
 
 def _of_runs(runs: Iterable[Result], field: str, target: str) -> float:

@@ -37,15 +37,14 @@ pin();
 addEventListener("resize", pin);
 for (const folded of document.querySelectorAll("details")) folded.addEventListener("toggle", pin);
 
-// Rows with all words of the filter in what names them stay.
-const filter = document.getElementById("filter");
-if (filter) {
-  const rows = [...document.querySelectorAll("#table-cells tbody tr")];
+// Rows with all words of the filter in what they show stay.
+for (const filter of document.querySelectorAll("[data-table]")) {
+  const rows = [...document.querySelectorAll(`#${filter.dataset.table} tbody tr`)];
   const texts = rows.map((row) => [...row.querySelectorAll("[data-value]")].map((cell) => cell.textContent).join(" ").toLowerCase());
   const show = () => {
     const words = filter.value.toLowerCase().split(/\s+/).filter(Boolean);
     rows.forEach((row, i) => { row.hidden = !words.every((word) => texts[i].includes(word)); });
-    document.getElementById("shown").textContent = `${rows.filter((row) => !row.hidden).length} of ${rows.length} cells`;
+    filter.parentElement.querySelector("output").textContent = `${rows.filter((row) => !row.hidden).length} of ${rows.length} rows`;
   };
   filter.addEventListener("input", show);
   show();
@@ -64,8 +63,20 @@ for (const button of document.querySelectorAll("button.copy")) {
   });
 }
 
-document.getElementById("theme").addEventListener("click", () => {
-  const style = document.documentElement.style;
-  const dark = style.colorScheme ? style.colorScheme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
-  style.colorScheme = dark ? "light" : "dark";
-});
+// The numbers of a point or line, at once and on touch; without a script, the browser shows the same title later.
+const tip = document.createElement("div");
+tip.id = "tip";
+tip.hidden = true;
+document.body.append(tip);
+for (const mark of document.querySelectorAll(".tip")) {
+  const title = mark.querySelector("title");
+  const text = title.textContent;
+  mark.addEventListener("pointerenter", (event) => {
+    title.textContent = "";
+    tip.textContent = text;
+    tip.hidden = false;
+    tip.style.left = `${Math.max(4, Math.min(event.clientX + 12, innerWidth - tip.offsetWidth - 4))}px`;
+    tip.style.top = `${Math.max(4, event.clientY - tip.offsetHeight - 12)}px`;
+  });
+  mark.addEventListener("pointerleave", () => { tip.hidden = true; title.textContent = text; });
+}

@@ -1,0 +1,150 @@
+"""The first screen, in a terminal and on the page: verdicts at their edges, the one claim, the doubts, what fits.
+
+Of `statistics/seeds.py`, `tables/glance.py`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import made_results
+import pytest
+
+from gradwire.bench.report.tables.glance import answer, doubts, glance, of_optimizers, question, terminal
+from gradwire.bench.statistics.seeds import VERDICTS, Estimate, percents, verdict
+
+LABELS = ["none", "bf16-native", "exchange", "int8", "powersgd"]
+
+
+def with_ppls(ppls, links=("none",), seeds=(0, 1, 2), **changes):
+    """Rows of ddp whose perplexities are these by label, one for each seed; ``changes`` by label."""
+    rows = made_results.rows(ppls, ["ddp"], [(2, link) for link in links], seeds)
+    return [
+        row.model_copy(update={"val_ppl": float(ppls[row.compressor][row.seed]), **changes.get(row.compressor, {})})
+        for row in rows
+    ]
+
+
+def as_read(rows, **more):
+    return made_results.as_read(rows, **more)
+
+
+def verdicts(results):
+    """The verdict of each method."""
+    table = glance(results)
+    return {row[0].text: row[-1].text for row in table.rows}
+
+
+@pytest.mark.parametrize(
+    ("worse", "word"),
+    [
+        ([], "not compared"),
+        ([0.0], "one seed"),
+        ([-1.0, 1.0], "same"),
+        ([-1.0, 1.001], "not distinguishable"),
+        ([-1.001, 1.0], "not distinguishable"),
+        ([0.0, 1.001], "not distinguishable"),
+        ([0.001, 1.0], "same"),
+        ([0.001, 1.001], "worse"),
+        ([-1.001, -0.001], "better"),
+        ([-1.001, 0.0], "not distinguishable"),
+    ],
+)
+def test_a_verdict_is_by_the_ends_of_the_spread(worse, word):
+    ends = (min(worse), max(worse)) if len(worse) > 1 else (math.nan, math.nan)
+    difference = Estimate(len(worse), sum(worse) / len(worse) if worse else math.nan, 0.0, *ends)
+    assert verdict(difference) == word and word in VERDICTS
+    assert verdict(difference, diverged=True) == "diverged"
+
+
+def test_five_seeds_are_judged_by_their_interval_and_not_by_their_range():
+    wide = [-1.2, 0.1, 0.0, 0.2, 0.1]  # the range leaves ±1 %, the interval of the mean does not
+    assert verdict(percents([wide])[0]) == "same" and verdict(percents([wide[:4]])[0]) == "not distinguishable"
+
+
+def test_each_method_has_a_line_also_without_a_result():
+    rows = made_results.rows(["none", "int8", "int4", "powersgd"], ["ddp"], [(1, "none"), (2, "none")], [0, 1, 2])
+    lost = {("int4", 1): "diverged", **{("powersgd", seed): "failed" for seed in range(3)}}
+    rows = [
+        row.model_copy(update={"status": lost.get((row.compressor, row.seed), "ok"), "reason": "out of memory"})
+        for row in rows
+        if row.world_size == 2
+    ]
+    results = as_read(rows)
+    assert verdicts(results) == {"none": "baseline", "int8": "same", "int4": "diverged", "powersgd": "failed"}
+    printed = terminal(results)
+    assert printed.startswith("diverged: out of memory: ddp/int4/ws2/none/seed1\nfailed: out of memory: ddp/powersgd")
+    assert glance(results).fails == [False, False, True, True]
+
+
+def test_the_claim_is_of_the_best_method_with_the_same_optimizer_whose_seeds_support_it():
+    """powersgd saves more and is worse, local saves more and keeps Muon's perplexity, wide spreads too far."""
+    ppls = {"none": (50, 51, 52), "int8": (50.1, 51.1, 52.1), "bf16-native": (50, 51, 52), "wide": (49, 52, 53)}
+    ppls |= {"powersgd": (60, 61, 62), "muon": (40, 41, 42), "local": (40, 41, 42)}
+    many = {"bytes_compressed_total": 1000, "compression_ratio": 50.0}
+    none = {"compress_method": "none", "compression_ratio": 1.0}
+    changes = {"wide": many, "muon": none | {"compress_config": {"inner": "muon"}}}
+    changes["local"] = many | {"compress_config": {"comm_optimizer": "diloco", "inner": "muon"}}
+    results = as_read(with_ppls(ppls, ("none", "100mbit"), **changes))
+    claim, rest = answer(results)
+    assert claim == "int8: 3.9 times fewer bytes, same perplexity, 2.0 times faster at 100 Mbit/s" and rest == ""
+    assert len(str(answer(results)).split()) <= 25
+    words = verdicts(results)
+    assert (words["wide"], words["powersgd"], words["local"]) == ("not distinguishable", "worse", "same")
+    assert doubts(results) == "Not shown: the perplexity of wide (seeds spread too far)."
+    assert of_optimizers(results) == [
+        "Muon instead of AdamW in every step, without compression (muon, ddp, 2 ranks): perplexity -19.6 % "
+        "(-20.0 … -19.2)."
+    ]
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_times_of_one_seed_or_a_shared_machine_are_no_claim(shared):
+    ppls = {"none": (50, 51, 52), "int8": (50.1, 51.1, 52.1)}
+    rows = [*with_ppls(ppls), *with_ppls(ppls, ("100mbit",), range(3) if shared else (0,))]
+    claim, rest = answer(as_read(rows, shared=shared))
+    assert claim == "int8: 3.9 times fewer bytes, same perplexity"
+    doubt = "times shared" if shared else "one seed"
+    assert rest == f"2.0 times faster at 100 Mbit/s ({doubt})"
+    said = "step times (other runs may have used the machine)" if shared else "the step at 100 Mbit/s (one seed)"
+    assert doubts(as_read(rows, shared=shared)) == f"Not shown: {said}."
+
+
+def test_where_nothing_is_supported_nothing_is_claimed():
+    ppls = {"none": (50, 51, 52), "int8": (50.1, 51.1, 52.1), "powersgd": (60, 61, 62)}
+    one = as_read(with_ppls(ppls, seeds=(0,)))
+    assert answer(one) == ("", "No method is shown to keep the perplexity: 2 with one seed")
+    assert "the perplexity of int8, powersgd (one seed)" in doubts(one)
+    bad = as_read(with_ppls({label: ppls[label] for label in ("none", "powersgd")}))
+    assert answer(bad) == ("", "No method is shown to keep the perplexity: 1 worse")
+    assert answer(as_read(with_ppls({"none": (50, 51, 52)}))) == ("", "No method was compared")
+
+
+STATES = {
+    "three links": made_results.rows(seeds=(0, 1)),
+    "many methods": made_results.rows([f"a-method-of-a-long-name-{i}" for i in range(20)], seeds=(0,)),
+    "many links": [
+        row.model_copy(update={"link": f"{rate}mbit"})
+        for rate in (1000, 200, 50, 20, 10)
+        for row in made_results.rows(LABELS, ["ddp"], [(2, "100mbit")], (0, 1))
+    ],
+    "one seed": made_results.rows(["none", "int8"], ["ddp"], [(2, "none")], [0]),
+    "failed": [row.model_copy(update={"status": "failed", "reason": "x " * 200}) for row in made_results.rows()],
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_the_terminal_s_screen_has_80_columns_and_24_lines(name):
+    lines = terminal(as_read(STATES[name])).splitlines()
+    assert max(map(len, lines)) <= 80 and len(lines) <= 24
+    assert lines[-2:] == ["all tables: here/summary.md", "page: here/report.html"]
+    if name == "many links":
+        assert "10mbit" in lines[3], "the slowest link is the last to go"
+
+
+def test_the_question_is_the_experiment_s_or_one_of_what_it_compares(tmp_path):
+    results = as_read(made_results.rows(LABELS, ["ddp"], [(2, "none")], [0]), results_dir=tmp_path)
+    assert question(results) == "What do int8 and powersgd save, and at what cost?"
+    (tmp_path / "config.json").write_text('{"question": "Is it <fast>?"}')
+    assert question(results) == "Is it <fast>?"
+    assert question(as_read(made_results.rows(["none"], ["ddp"], [(2, "none")], [0]))) == "here"
