@@ -217,7 +217,7 @@ def test_an_experiment_runs_in_an_empty_folder(folder):
     lines = done.stdout.splitlines()
     assert lines[0] == " 1/11 download" and lines[10] == "11/11 report"
     assert f"train {RUN}" in done.stdout and lines[-1] == "page: results/mine/report.html"
-    assert len(lines) == 11 + 3  # and the table, which the stub leaves empty
+    assert len(lines) <= 11 + 24  # and one screen
     assert "localrule summarize" in (folder / "results/mine/logs/snakemake.log").read_text()
 
 
