@@ -191,6 +191,8 @@ def test_statistics_over_seeds_match_the_statistics_module(results, seeds, title
     means = {name: statistics.mean(values) for name, values in perplexities.items()}
     titles = "Quality", "Bytes", "Step time", "Where a step's time goes"
     quality, sent, step, time = (cells(text, title) for title in titles)
+    by_op = cells(text, "Communication by op")["fsdp2", "int8"]
+    assert [*by_op[:2], *by_op[-2:]] == ["none", str(seeds), "12.0", "30.5"]
     for name, values in perplexities.items():
         paired = [math.log(own / base) for own, base in zip(values, perplexities["none"], strict=True)]
         worse = [f"{percent(statistics.mean(paired)):+.2f} %", spread(paired, "{:+.2f}", percent)]

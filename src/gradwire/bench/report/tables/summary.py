@@ -13,6 +13,7 @@ from gradwire.bench.report.rows.record import Result, Status
 from gradwire.bench.report.tables.cells import (
     AGAINST,
     ALL_BYTES,
+    CELL,
     COMPRESSOR,
     PERPLEXITY,
     RATIO,
@@ -20,6 +21,7 @@ from gradwire.bench.report.tables.cells import (
     SPEED_UP,
     STEP,
     STRATEGY,
+    SUMMARY_CELL,
     WORLD,
     WORSE,
     by_method,
@@ -93,6 +95,8 @@ TERMS = {  # by section: the meaning of its columns
 - These times are of the mean profiled step, in which a round has its share: `comm` is the union of all collectives
   (parameters, control and waiting for other ranks included), `exposed` what no computation of the same rank covers.
   The page has all parts on each link.""",
+    "Communication by op, ms per step": """\
+- `share`: of the mean profiled step, that in which a collective runs. Two ops may run at once.""",
 }
 
 
@@ -116,6 +120,7 @@ def summary(results: Results) -> str:
         add("Bytes", _table(made, SENT))
         add("Step time", _table(made, [*METHOD, *over_links(STEPS, links)]))
         add("Where a step's time goes", _table(made, [*METHOD, *over_links(TIMES, links), *PARTS]))
+        add("Communication by op, ms per step", by_op(ok, cells))
     add("Time to target", f"{reached.markdown()}\n\n{TIME_TO_TARGET}" if reached.rows else "")
     add("Notes", items([*machines(ok), *losses_over_links(ok), *fallbacks(ok), *results.notes]))
     add("Runs left out", items(map(str, lost(results.rows, "skipped"))))
@@ -168,6 +173,23 @@ def versions(row: Result) -> str:
     packages = environment.get("packages", {})
     known = {"gradwire": environment.get("gradwire"), **packages, "Python": environment.get("python")}
     return ", ".join(f"{name} {version}" for name, version in known.items() if version)
+
+
+def by_op(ok: Sequence[Result], cells: pd.DataFrame) -> str:
+    """A table of communication by op in milliseconds per profiled step, in the cells' order; empty without any."""
+    times = pd.DataFrame(
+        [
+            row.model_dump(include={*CELL}) | {op: ms / row.measured_steps for op, ms in row.comm_time_ms_by_op.items()}
+            for row in ok
+            if row.comm_time_ms_by_op and row.measured_steps
+        ]
+    )
+    if times.empty:
+        return ""
+    ops = sorted(set(times.columns) - set(CELL))
+    means = times.fillna(dict.fromkeys(ops, 0.0)).groupby(CELL)[ops].mean().reset_index()
+    columns = [*SUMMARY_CELL, Column("share", "comm_percent", "{:.0f}", " %"), *(milliseconds(op, op) for op in ops)]
+    return _table(cells[[*CELL, "n", "comm_percent"]].merge(means, on=CELL), columns)
 
 
 def _table(made: pd.DataFrame, columns: Sequence[Column]) -> str:
