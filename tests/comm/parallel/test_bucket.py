@@ -78,8 +78,7 @@ def cut(rank, world, group):
             model.zero_grad(set_to_none=micro == 0)
             loss_of("gpt2", model, batch_of("gpt2", rank, micro)).backward()
             gradients.append(whole_gradients(model))
-        buckets = strategy_of(model).buckets
-        found.append((gradients, [(list(bucket.parameters), bucket.buffer.numel()) for bucket in buckets]))
+        found.append((gradients, strategy_of(model).table()))
     return found
 
 
@@ -90,8 +89,9 @@ def test_any_cut_averages(world, size):
         assert numbers == sorted(numbers, reverse=True) and len(set(numbers)) == len(CUTS) and numbers[-1] == FEWEST
         assert numbers[0] == len(exact_gradients("gpt2", range(size)))
         for gradients, table in found:
-            assert sum(numel for _, numel in table) == sum(g.numel() for g in gradients[0].values())
-            assert [name for names, _ in table for name in names] == list(gradients[0])[::-1]
+            assert sum(bucket["numel"] for bucket in table) == sum(g.numel() for g in gradients[0].values())
+            assert all(bucket["bytes"] == 4 * bucket["numel"] for bucket in table)
+            assert [name for bucket in table for name in bucket["names"]] == list(gradients[0])[::-1]
             for micro, mine in enumerate(gradients):
                 assert_near(mine, exact_gradients("gpt2", range(size), (micro,)))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -100,3 +102,10 @@ class BucketManager(Replicas):
         for bucket in self.buckets:
             bucket.settle()
         self.launcher.reset()
+
+    def table(self) -> list[dict[str, Any]]:
+        """Return the contents of each bucket, in launch order."""
+        return [
+            {"names": list(b.parameters), "dtype": b.buffer.dtype, "numel": b.buffer.numel(), "bytes": b.buffer.nbytes}
+            for b in self.buckets
+        ]
