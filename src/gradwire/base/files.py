@@ -411,7 +411,7 @@ def parse_yaml(text: str) -> Any:
 
 
 def _located(error: Any) -> str:
-    """What is wrong with YAML, with the line and the column as an editor shows them."""
+    """The error of a YAML parser, with line and column as an editor shows them."""
     mark, start = getattr(error, "problem_mark", None), getattr(error, "context_mark", None)
     if mark is None:  # such as a character that YAML does not allow
         return " ".join(str(error).split())

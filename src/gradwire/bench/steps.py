@@ -1,4 +1,4 @@
-"""What ``train`` records of its steps: ``steps.parquet``, a row per optimizer step and rank, and its progress.
+"""Records of the steps of ``train``: ``steps.parquet``, a row per optimizer step and rank, and its progress.
 
 Optimizers that communicate do not send the same in every step, so the kinds of steps weigh in means.
 """

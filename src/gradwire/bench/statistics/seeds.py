@@ -86,7 +86,7 @@ def percent_worse(values: Mapping[int, float], baseline: Mapping[int, float]) ->
 
 
 def verdict(difference: Estimate, diverged: bool = False) -> str:
-    """What seeds show of a perplexity against that of the same optimizer in every step, in a word: see `VERDICTS`.
+    """One word for what seeds show of a perplexity against the same optimizer in every step: see `VERDICTS`.
 
     Args:
         difference: The difference in percent, paired by seed.

@@ -209,7 +209,7 @@ class Group(NamedTuple):
 
     @property
     def counts(self) -> Counter[str]:
-        """What its parameters add to the counters in each step."""
+        """The counts that its parameters add in each step."""
         total = Counter[str]()
         for parameter in self.parameters:
             total.update(counted(self.compressor, parameter.form))

@@ -117,7 +117,7 @@ def meta(folder: Path, split: str) -> dict[str, Any]:
 
 
 def remedy(folder: Path) -> str:
-    """What to do about shards that cannot be used, for messages; they are made of the corpus again."""
+    """Advice for messages about shards that cannot be used: they are made of the corpus again."""
     return f"delete {folder} and run the same command again, after `gradwire tokenize` if that made the folder."
 
 

@@ -1,4 +1,4 @@
-"""What the page shows, by question; a question that the experiment has no answer to is not there."""
+"""Sections of the page, by question; a question without an answer has none."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def save(data: Data) -> Section:
 
 
 def over_ranks(data: Data) -> Iterator[Drawing]:
-    """What methods cost in perplexity, over world sizes."""
+    """The cost of methods in perplexity, over world sizes."""
     costs: defaultdict[str, defaultdict[str, dict[int, Estimate]]] = defaultdict(lambda: defaultdict(dict))
     for group in on_one_link(data.groups):
         for label in dict.fromkeys(row.compressor for row in group.rows(data.ok)):

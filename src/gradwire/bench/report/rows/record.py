@@ -259,7 +259,7 @@ class Result(Row):
 
     @property
     def machine(self) -> str:
-        """What its times depend on: device, processor, vector instructions, cores, threads and versions."""
+        """The conditions of its times: device, processor, vector instructions, cores, threads and versions."""
         environment = self.environment or {}
         device, processor, cores = self.hardware
         parts = [

@@ -121,7 +121,7 @@ class Answer(NamedTuple):
 
 
 def answer(results: Results) -> Answer:
-    """What the best method with the baseline's optimizer saves, of those that keep the perplexity.
+    """The savings of the best method that has the baseline's optimizer and keeps the perplexity.
 
     The best is the fastest on its slowest link, if several seeds have timed it alone; else that of the fewest bytes.
     """
@@ -170,7 +170,7 @@ def place(link: str) -> str:
 
 
 def doubts(results: Results) -> str:
-    """What cannot be concluded, and why; empty if nothing is left open."""
+    """The conclusions that the runs do not support, and why; empty if there are none."""
     made, unshown = lines(results), []
     for word, why in (("not distinguishable", "seeds spread too far"), ("one seed", "one seed")):
         if names := [*dict.fromkeys(made.loc[made["verdict"] == word, "compressor"])]:
