@@ -226,7 +226,7 @@ def of_completion(value: Mapping[str, Any]) -> Content:
     """
     for key in ("prompt", "completion"):
         if not isinstance(value.get(key), str):
-            raise ValueError(f"needs a string {key!r} beside the other one of 'prompt' and 'completion'")
+            raise ValueError(f"needs a string {key!r} as well as the other of 'prompt' and 'completion'")
     prompt, completion = value["prompt"], value["completion"]
     if not completion.strip():
         raise ValueError("has a blank completion and so nothing to learn: remove it")

@@ -83,11 +83,11 @@ class PowerSGD(Compressor):
         return {"q": self.drawn(shape, torch.tensor([seed], dtype=torch.int64, device="cpu"))}
 
     def elementwise(self, shape: Shape) -> bool:
-        """The tensors that travel as float32."""
+        """Whether a tensor of this shape travels as float32."""
         return not self.compresses(shape)
 
     def stacks(self, shape: Shape) -> bool:
-        """The tensors that travel as factors."""
+        """Whether a tensor of this shape travels as factors."""
         return self.compresses(shape)
 
     def rounds(self, x: Tensor, state: State, context: Context) -> Rounds:
