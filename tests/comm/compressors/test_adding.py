@@ -35,7 +35,7 @@ assert Cell.parse("dither", {"levels": 5, "dense_steps": 2}).options == {"levels
 assert Cell.parse("few", {"method": "topk+dither", "dither.levels": 3}).method == "topk+dither"
 for wrong, message in (
     ({"level": 5}, "unknown option of dither 'level'. Did you mean 'levels'"),
-    ({"levels": 9}, "dither option 'levels' is 9: Input should be less than or equal to 7"),
+    ({"levels": 9}, "dither option 'levels' is 9: it must be less than or equal to 7"),
 ):
     try:
         Cell.parse("dither", wrong)

@@ -27,14 +27,14 @@ from gradwire.comm.compressors.base import Compressor, numel
     [
         ("int9", {}, "unknown compressor 'int9'. Did you mean 'int8'"),
         ("int8", {"blok": 64}, "unknown int8 option 'blok'. Did you mean 'block'"),
-        ("int8", {"block": "64"}, "int8 option 'block' is '64': Input should be a valid integer"),
-        ("int8", {"block": 0}, "int8 option 'block' is 0: Input should be greater than or equal to 1"),
-        ("int8", {"rounding": "up"}, "int8 option 'rounding' is 'up': Input should be 'nearest' or 'stochastic'"),
+        ("int8", {"block": "64"}, "int8 option 'block' is '64': it must be a valid integer"),
+        ("int8", {"block": 0}, "int8 option 'block' is 0: it must be greater than or equal to 1"),
+        ("int8", {"rounding": "up"}, "int8 option 'rounding' is 'up': it must be 'nearest' or 'stochastic'"),
         ("none", {"level": 3}, "unknown none option 'level'. Available: none."),
         (
             "topk",
             {"density": 10},
-            "option 'density' is 10: Input should be less than or equal to 1 (0 < density <= 1).",
+            "option 'density' is 10: it must be less than or equal to 1 (0 < density <= 1).",
         ),
         (
             "gradiveq",

@@ -156,11 +156,11 @@ def test_options_go_by_member_or_bare():
         ("topk+int8", {"densty": 0.1}, "unknown topk+int8 option 'densty'. Did you mean 'density'"),
         ("topk+int8", {"topk.block": 5}, "unknown topk+int8 option 'topk.block'. Did you mean"),
         ("topk+int8", {"density": 0.1, "topk.density": 0.2}, "topk+int8 option 'density' is given twice"),
-        ("topk+int8", {"topk.density": 1.5}, "topk option 'density' is 1.5: Input should be less than or equal to 1"),
-        ("randomk+qsgd", {"density": 0.0}, "randomk option 'density' is 0.0: Input should be greater than 0"),
-        ("topk", {"density": math.nan}, "topk option 'density' is nan: Input should be a finite number"),
-        ("topk", {"density": "1%"}, "topk option 'density' is '1%': Input should be a valid number"),
-        ("topk", {"indices": "golomb"}, "Input should be 'auto', 'int32', 'bitmap' or 'rice'"),
+        ("topk+int8", {"topk.density": 1.5}, "topk option 'density' is 1.5: it must be less than or equal to 1"),
+        ("randomk+qsgd", {"density": 0.0}, "randomk option 'density' is 0.0: it must be greater than 0"),
+        ("topk", {"density": math.nan}, "topk option 'density' is nan: it must be a finite number"),
+        ("topk", {"density": "1%"}, "topk option 'density' is '1%': it must be a valid number"),
+        ("topk", {"indices": "golomb"}, "it must be 'auto', 'int32', 'bitmap' or 'rice'"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_runs(name, options, message):

@@ -26,6 +26,7 @@ from pydantic.fields import FieldInfo
 from torch import Tensor
 
 from gradwire.base.errors import BadInput, NonFiniteGradient, unknown
+from gradwire.base.strict import BOUND
 from gradwire.comm.compressors import kernels
 from gradwire.comm.compressors.segments import Buffers, Segments, Shape
 
@@ -272,7 +273,7 @@ def bad_option(name: str, fields: Mapping[str, FieldInfo], error: ValidationErro
     """The first complaint of pydantic as one message: the option, what was given, what is allowed."""
     complaint = error.errors()[0]
     option = ".".join(map(str, complaint["loc"]))
-    message = complaint["msg"].removeprefix("Value error, ")
+    message = complaint["msg"].removeprefix("Value error, ").replace(BOUND, "it must be ")
     if not option:
         return BadInput(f"{name}: {message}.")
     allowed = bounds(option, fields[option]) if option in fields else ""

@@ -17,6 +17,7 @@ from pydantic.fields import FieldInfo
 from gradwire.base.errors import BadInput, unknown
 from gradwire.base.files import check_regular
 from gradwire.base.plugins import Plugins
+from gradwire.base.strict import BOUND
 from gradwire.lm.data.document import Document
 
 SOURCES = Plugins("source", "gradwire.lm.data.sources", "gradwire.sources")
@@ -101,7 +102,8 @@ def build(name: str, options: Mapping[str, Any]) -> Source:
     except ValidationError as error:
         problem = error.errors()[0]
         where = ", ".join([f"source {name}", *([".".join(map(str, problem["loc"]))] if problem["loc"] else [])])
-        raise BadInput(f"{where}: {problem['msg'].removeprefix('Value error, ')}.") from None
+        message = problem["msg"].removeprefix("Value error, ").replace(BOUND, "must be ")
+        raise BadInput(f"{where}: {message}.") from None
     for key in kind.model_fields:
         if isinstance(path := getattr(made, key), Path):
             check_regular(path, key)
