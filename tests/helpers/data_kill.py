@@ -16,7 +16,7 @@ from pathlib import Path
 
 from data_samples import files_of, tokenize_words
 
-import gradwire.lm.data.tokenize  # noqa: F401  before the forks, which then start at once
+import gradwire.lm.data.writer  # noqa: F401  before the forks, which then start at once
 from gradwire import cli
 
 
