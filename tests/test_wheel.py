@@ -139,8 +139,8 @@ def test_an_experiment_runs_from_the_wheel_in_an_empty_folder(wheel, tmp_path):
     )
     (work / "small.yaml").write_text(small)
     printed = run(gradwire, "run", "small.yaml", cwd=work, path=installed)
-    assert printed.rstrip().endswith("report: results/small/report.html") and "11/11 report" in printed
-    (frame,) = [json.loads(run(gradwire, "results", "results/small", "--json", cwd=work, path=installed))]
+    assert printed.rstrip().endswith("page: results/small/report.html") and "11/11 report" in printed
+    frame = [json.loads(line) for line in (work / "results/small/results.jsonl").read_text().splitlines()]
     assert {(row["compressor"], row["status"]) for row in frame} == {("none", "ok"), ("int8", "ok")}
     assert all(row["environment"]["gradwire"] for row in frame)
     log = (work / "results/small/logs/snakemake.log").read_text()

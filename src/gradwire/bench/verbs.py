@@ -51,6 +51,5 @@ VERBS = {
     "status": Verb(
         "gradwire.bench.report.rows.status", "show which runs are done, running, failed or pending, and the time left"
     ),
-    "results": Verb("gradwire.bench.report.rows.record", "print an experiment's results, one line per run"),
     "summarize": Verb("gradwire.bench.report.summarize", "write one table over all runs of an experiment"),
 }

@@ -1,4 +1,4 @@
-"""`load_results` and the verb `results`; and that every number for a machine is the one that people read.
+"""`load_results`; and that every number for a machine is the one that people read.
 
 Of `rows/record.py`.
 """
@@ -53,17 +53,6 @@ def test_a_line_that_cannot_be_used_is_a_warning(folder, tmp_path):
         assert len(load_results(tmp_path)) == 1
     with pytest.raises(BadInput, match="no results can be read"):
         load_results(tmp_path / "nowhere")
-
-
-def test_the_verb_prints_fields_as_text_and_json(folder, capsys):
-    assert main(["results", str(folder), "--columns", "compressor", "all_bytes_ratio"]) == 0
-    head, *lines = capsys.readouterr().out.splitlines()
-    assert head.split() == ["compressor", "all_bytes_ratio"] and len(lines) == 24
-    assert main(["results", str(folder), "--json"]) == 0
-    first = json.loads(capsys.readouterr().out)[0]
-    assert first["all_bytes_ratio"] == load_results(folder)["all_bytes_ratio"][0]
-    assert main(["results", str(folder), "--columns", "val_pl"]) == 2
-    assert "Did you mean 'val_ppl'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""One run as one row, the files of rows, ``results.jsonl`` and ``results.csv``, and the verb ``results``.
+"""One run as one row, and the files of rows, ``results.jsonl`` and ``results.csv``.
 
 `load_results` returns an experiment's rows as a pandas frame.
 """
@@ -6,17 +6,14 @@
 from __future__ import annotations
 
 import json
-import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, computed_field
+from pydantic import BaseModel, ConfigDict, ValidationError, computed_field
 
-from gradwire.base.errors import BadInput, unknown
-from gradwire.base.flags import Positional
-from gradwire.base.strict import Strict
+from gradwire.base.errors import BadInput
 from gradwire.bench.config import BASELINE, SCHEMA_VERSION, Run
 from gradwire.comm.communication import LOCAL, preset
 
@@ -32,7 +29,6 @@ ADAMW = "adamw"
 OWN_QUALITY = ("train", "perplexity")  # of the same run, so that its steps explain it
 Status = Literal["ok", "failed", "skipped", "diverged"]
 CARRIERS = {"exchange": "all_to_all", "gather": "all_gather"}  # else the framework's own collective, or torch's
-SHOWN = ("run_name", "status", "all_bytes_ratio", "compression_ratio", "val_ppl", "step_time_ms_mean")
 
 
 class Row(BaseModel):
@@ -355,33 +351,6 @@ def csv_text(results: Sequence[Result]) -> str:
 
     lines = [[plain(value) for value in row.model_dump().values()] for row in results]
     return pd.DataFrame(lines, columns=[*RESULT_FIELDS], dtype=object).to_csv(index=False, lineterminator="\n")
-
-
-class Options(Strict):
-    """Arguments of ``gradwire results``."""
-
-    results_dir: Annotated[Path, Positional("DIR")] = Field(description="the experiment's folder, results/<name>")
-    columns: tuple[str, ...] = Field(SHOWN, description="fields of results.jsonl to show")
-    as_json: bool = Field(False, alias="json", description="print every field as JSON, a list with an object per run")
-
-
-def main(options: Options) -> None:
-    """Print the table.
-
-    Raises:
-        BadInput: If there are no results, or no such field.
-    """
-    for name in options.columns:
-        if name not in RESULT_FIELDS:
-            raise unknown("field", name, RESULT_FIELDS)
-    with warnings.catch_warnings(record=True) as complaints:
-        frame = load_results(options.results_dir)
-    for complaint in complaints:
-        print(f"gradwire results: {complaint.message}", file=sys.stderr)
-    if options.as_json:
-        print(frame.to_json(orient="records", indent=2, double_precision=15))
-    else:
-        print(frame[[*options.columns]].to_string(index=False, na_rep="-"))
 
 
 def load_results(results_dir: str | Path) -> pd.DataFrame:
