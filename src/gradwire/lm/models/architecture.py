@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import sys
 from collections.abc import Mapping
 from difflib import get_close_matches
@@ -21,6 +22,7 @@ from gradwire.base.files import LARGEST_CONFIGURATION, check_size
 from gradwire.lm.models import presets, saved
 
 INITIAL_STD, INITIAL_WIDTH = 0.02, 768  # GPT-2's; a narrower model needs larger weights for the same activations
+CHECK = re.compile(r"^(Class v|V)alidation error for (validator|field) '\w+': \w+: ")  # what precedes the reason
 NEAREST = 5  # names in the message for an unknown architecture
 VOCABULARY_MULTIPLE = 64  # rows of the embedding: fills tensor-core tiles and shards evenly
 NO_DROPOUT_OF = ("summary", "classifier")  # of heads that a language model does not have
@@ -141,8 +143,9 @@ def configuration(options: Mapping[str, Any], vocab_size: int, max_length: int) 
 
 
 def refused(architecture: str, error: Exception) -> BadInput:
-    """The error that an architecture raises for its options, in one line."""
-    return BadInput(f"architecture {architecture}: {' '.join(str(error).split()).rstrip('.')}.")
+    """The error that an architecture raises for its options, in one line, without the name of the check."""
+    text = CHECK.sub("", " ".join(str(error).split()))
+    return BadInput(f"architecture {architecture}: {text.rstrip('.')}.")
 
 
 def of_folder(folder: Path, vocab_size: int, max_length: int) -> PretrainedConfig:
