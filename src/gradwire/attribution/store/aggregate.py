@@ -93,7 +93,12 @@ def main(options: Options) -> None:
         for rank in range(origin.world_size):
             store.discard_blocks(store.rank_folder(options.base_path, rank, options.dim))
             store.rank_names(options.base_path, rank, options.dim).rows.unlink(missing_ok=True)
-    print(f"{len(merged.ids)} rows of {options.dim} from {origin.world_size} ranks in {target(options)}")
+    print(f"{len(merged.ids)} rows of {options.dim} from {of_ranks(origin)} in {target(options)}")
+
+
+def of_ranks(origin: Provenance) -> str:
+    """The number of ranks that collected, in words."""
+    return f"{origin.world_size} rank{'s' * (origin.world_size > 1)}"
 
 
 def check_asked(origin: Provenance, collection: Path, num_gpus: int | None, dims: Sequence[int]) -> None:
@@ -103,7 +108,7 @@ def check_asked(origin: Provenance, collection: Path, num_gpus: int | None, dims
         BadInput: If it was collected by a different number of ranks, or lacks one of these widths.
     """
     if num_gpus not in (None, origin.world_size):
-        raise BadInput(f"--num_gpus {num_gpus}: {collection} was collected by {origin.world_size} ranks.")
+        raise BadInput(f"--num_gpus {num_gpus}: {collection} was collected by {of_ranks(origin)}.")
     absent = sorted(set(dims) - set(origin.dims))
     if absent:
         raise BadInput(f"--dim {absent[0]}: {collection} has rows of {', '.join(map(str, origin.dims))} columns.")
