@@ -167,7 +167,7 @@ def test_a_schedule_changes_the_compressor_and_its_state(turns):
     results = turns(2).run(scheduled)
     for step, rows in enumerate(zip(*results, strict=True)):
         assert sum(sent for sent, _ in rows) == rows[0][1]
-        expected = 2 * sum(sum(build("powersgd", rank=1 if step < 2 else 3).round_cost(form)) for form in FORMS)
+        expected = 2 * sum(build("powersgd", rank=1 if step < 2 else 3).round_bytes(form) for form in FORMS)
         assert rows[0][1] == expected
 
 

@@ -123,3 +123,7 @@ class Reducible:
             step: Steps that this compressor has made, for methods whose first ones differ; None is any later one.
         """
         raise NotImplementedError(f"{self.name} has no form that a native collective can reduce")
+
+    def round_bytes(self, shape: Shape, step: int | None = None) -> int:
+        """All of `round_cost`."""
+        return sum(self.round_cost(shape, step))

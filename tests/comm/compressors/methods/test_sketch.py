@@ -184,10 +184,10 @@ def test_steps_and_parameters_have_hash_functions_of_their_own():
 def test_bytes_by_hand():
     compressor = build("sketch")
     assert compressor.wire_bytes(100_000) == 8 + 4 * 5 * 2000
-    assert sum(compressor.round_cost(100_000)) == 4 * 5 * 2000 + 4 * 4 * 1000
+    assert compressor.round_bytes(100_000) == 4 * 5 * 2000 + 4 * 4 * 1000
     assert compressor.wire_bytes(300) == 8 + 4 * 5 * 16
     assert compressor.wire_bytes(82) == 4 * 82 and compressor.wire_bytes(83) == 8 + 4 * 5 * 16
-    assert sum(compressor.round_cost(82)) == 4 * 82
+    assert compressor.round_bytes(82) == 4 * 82
 
 
 def test_a_sum_beyond_float32_is_flagged():
