@@ -266,7 +266,7 @@ def test_declared_unbiased_is_unbiased(name, options):
 
 
 @cases([(name, options) for name, options in BUILDS if build(name, **options).has_rounds])
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 2, 3, pytest.param(4, marks=pytest.mark.sweep)])
 def test_rounds_end_alike_on_all_ranks_and_state_their_bytes(name, options, world):
     for shape in (0, 1, 257, (7, 11), (33, 40)):
         check_rounds(build(name, **options), world, shape)
@@ -281,7 +281,7 @@ def check_rounds(compressor, world, shape):
         kept = [x.clone() for x in xs]
         means, sents, handed = lockstep(compressor, xs, states, Context("weight", form, step, world, 4))
         assert all(torch.equal(x, copy) for x, copy in zip(xs, kept, strict=True)), "x was changed"
-        assert handed == sum(compressor.round_cost(shape, step))
+        assert handed == compressor.round_bytes(shape, step)
         for mean, sent in zip(means, sents, strict=True):
             assert mean.dtype == sent.dtype == torch.float32
             assert mean.shape == sent.shape == torch.Size(form)
