@@ -234,9 +234,10 @@ class Compression:
         reducer, traffic = self.reducer, self.traffic
         ratio = f", {traffic['raw'] / traffic['sent']:.1f} times fewer" if traffic["sent"] else ""
         feedback = "with" if reducer.codec.options.feedback else "without"
+        ranks, steps = (f"{n} {what}{'s' * (n != 1)}" for n, what in ((reducer.world, "rank"), (self.step, "step")))
         return (
-            f"<{reducer.compressor!r} over {reducer.world} ranks {feedback} error feedback: {traffic['sent']:,} of "
-            f"{traffic['raw']:,} bytes sent{ratio}, in {self.step} steps>"
+            f"<{reducer.compressor!r} over {ranks} {feedback} error feedback: {traffic['sent']:,} of "
+            f"{traffic['raw']:,} bytes sent{ratio}, in {steps}>"
         )
 
     @property
