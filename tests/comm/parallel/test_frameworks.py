@@ -39,6 +39,7 @@ from gradwire.comm.parallel import (
 
 STRATEGIES = tuple(name for name in topology.STRATEGIES.available() if name != "hsdp")  # two ranks make no islands
 STOCHASTIC = {"rounding": "stochastic", "block": 16}
+OTHERS = [name for name in STRATEGIES if name not in ("ddp", "fsdp2")]
 sweep = pytest.mark.sweep
 
 worlds = pytest.mark.parametrize("size", [2, 3])
@@ -361,7 +362,7 @@ def stepped(rank, world, group, strategy, states):
     return whole_gradients(model), copy.deepcopy(reducer.state_dict())
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", *(pytest.param(name, marks=sweep) for name in OTHERS)])
 def test_another_number_of_ranks_begins_without_residuals(world, strategy):
     states = [state for _, state in world(2).run(stepped, strategy, [])]
     parts = [state[f"rank{rank}"][0] for rank, state in enumerate(states)]

@@ -57,6 +57,7 @@ def trained(rank, world, group, strategy, fault, every):
     [
         *((strategy, fault) for strategy in STRATEGIES for fault in ("none", "step")),
         *((strategy, "buffer") for strategy in ("ddp", "bucket", "fsdp2")),
+        *(pytest.param(strategy, "buffer", marks=pytest.mark.sweep) for strategy in ("naive", "fsdp1")),
     ],
 )
 def test_every_strategy_is_checked(world, strategy, fault):
