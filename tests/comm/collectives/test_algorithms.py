@@ -180,6 +180,17 @@ def test_float32_natively_costs_what_an_all_reduce_costs(turns):
     assert results[0][0][0][2] == raw_bytes("all_reduce", numel, 3)
 
 
+def test_a_methods_first_steps_follow_the_dense_ones(turns):
+    """gradiveq sums all elements for two steps, and coefficients from the third on."""
+    options, dense = {"window": 2, "slice": 8, "components": 2}, 2
+    results = turns(2).run(
+        reduced, BIG, "dim0", "all_reduce", "gradiveq", options, {"algorithm": "native", "dense_steps": dense}, 6
+    )
+    sent = [sum(sent for _, sent, _ in rows) for rows in zip(*(result[0] for result in results), strict=True)]
+    assert sent == [expected for _, _, expected in results[0][0]]
+    assert sent[0] == sent[dense] > sent[dense + 2]
+
+
 def by_row_and_packed(rank, world, group, name, options):
     """The means, bytes and residuals of some steps in a layout by rows, and in one by parameters."""
     outcomes = []
