@@ -180,6 +180,16 @@ def check_bytes(results, layout, size):
         assert all(t["elements"] == NUMEL and t["exempt_elements"] == 0 for t in traffic)
 
 
+@pytest.mark.parametrize(("algorithm", "passes"), [("exchange", (1, 2)), ("gather", (3, 3))])
+def test_the_bytes_of_places_are_those_that_travel(turns, algorithm, passes):
+    """What is sent of top-k is places and float32 values; a rank sends nothing to itself."""
+    kept = sum(build("topk", density=0.3).kept(piece.numel) for piece in Layout.dim0(SHAPES, 3).pieces)
+    results = turns(3).run(both_kinds, "dim0", "topk", {"density": 0.3}, {"algorithm": algorithm})
+    for kind, times in zip(("reduce_scatter", "all_reduce"), passes, strict=True):
+        sent, index = (sum(result[f"{kind} traffic"][key] for result in results) for key in ("sent", "index"))
+        assert sent - index == 2 * 4 * kept * times, kind
+
+
 @pytest.mark.parametrize(("name", "bytes_each"), [("none", 4), ("fp16", 2), ("bf16", 2)])
 def test_closed_forms_by_hand(turns, name, bytes_each):
     result = turns(3).run(both_kinds, "dim0", name, {}, {})[1]
