@@ -77,6 +77,17 @@ def test_each_method_has_a_line_also_without_a_result():
     assert glance(results).fails == [False, False, True, True]
 
 
+def test_a_method_without_a_result_keeps_its_line_where_a_link_is_skipped():
+    rows = made_results.rows(["none", "int8"], ["ddp"], [(2, "none"), (2, "100mbit")], [0, 1])
+    of_status = {
+        row.run_name: ("diverged", "failed")[row.seed] if row.link == "none" else "skipped"
+        for row in rows
+        if row.compressor == "int8"
+    }
+    rows = [row.model_copy(update={"status": of_status.get(row.run_name, "ok"), "reason": "x"}) for row in rows]
+    assert verdicts(as_read(rows)) == {"none": "baseline", "int8": "diverged"}
+
+
 def test_the_claim_is_of_the_best_method_with_the_same_optimizer_whose_seeds_support_it():
     """powersgd saves more and is worse, local saves more and keeps Muon's perplexity, wide spreads too far."""
     ppls = {"none": (50, 51, 52), "int8": (50.1, 51.1, 52.1), "bf16-native": (50, 51, 52), "wide": (49, 52, 53)}

@@ -80,8 +80,13 @@ def lines(results: Results) -> pd.DataFrame:
     cells = results.cells
     known = pd.DataFrame(columns=[*METHOD, *FIELDS]) if cells is None else by_method(cells[cells["world_size"] > 1])
     present = {*known[METHOD].itertuples(index=False, name=None)}
-    ended = {(row.strategy, row.world_size, row.compressor): row.status for row in results.rows if row.world_size > 1}
-    without = [[*key, of] for key, of in ended.items() if key not in present and of in ("failed", "diverged")]
+    ended = {
+        (row.strategy, row.world_size, row.compressor): status
+        for status in ("failed", "diverged")
+        for row in results.rows
+        if row.world_size > 1 and row.status == status
+    }
+    without = [[*key, status] for key, status in ended.items() if key not in present]
     made = pd.concat([known, pd.DataFrame(without, columns=[*METHOD, "verdict"])], ignore_index=True)
     return made.fillna({"reference": MISSING, "ends": ""}).sort_values(METHOD[:2], kind="stable", ignore_index=True)
 
