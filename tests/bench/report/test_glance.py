@@ -121,6 +121,22 @@ def test_times_of_one_seed_or_a_shared_machine_are_no_claim(shared):
     assert doubts(as_read(rows, shared=shared)) == f"Not shown: {said}."
 
 
+def test_a_method_that_seeds_show_to_be_faster_precedes_one_of_fewer_bytes():
+    """Steps of both: twice as fast on average; those of int8 with a seed that is slower than the baseline."""
+    ppls = {"none": (50, 51, 52), "bf16-native": (50, 51, 52), "int8": (50, 51, 52)}
+    steps = {"none": (60, 60, 60), "bf16-native": (30, 29, 31), "int8": (20, 20, 70)}
+    rows = [
+        row.model_copy(update={"step_time_ms_mean": steps[row.compressor][row.seed]})
+        for row in with_ppls(ppls, ("100mbit",))
+    ]
+    claim, rest = answer(as_read(rows))
+    assert claim == "bf16-native: 2.0 times fewer bytes, same perplexity, 2.0 times faster at 100 Mbit/s" and not rest
+    alone = [row for row in rows if row.compressor != "bf16-native"]
+    claim, rest = answer(as_read(alone))
+    assert claim == "int8: 3.9 times fewer bytes, same perplexity"
+    assert rest == "2.3 times faster at 100 Mbit/s (seeds spread too far)"
+
+
 def test_where_nothing_is_supported_nothing_is_claimed():
     ppls = {"none": (50, 51, 52), "int8": (50.1, 51.1, 52.1), "powersgd": (60, 61, 62)}
     one = as_read(with_ppls(ppls, seeds=(0,)))
@@ -129,6 +145,10 @@ def test_where_nothing_is_supported_nothing_is_claimed():
     bad = as_read(with_ppls({label: ppls[label] for label in ("none", "powersgd")}))
     assert answer(bad) == ("", "No method is shown to keep the perplexity: 1 worse")
     assert answer(as_read(with_ppls({"none": (50, 51, 52)}))) == ("", "No method was compared")
+    lone = as_read(with_ppls({label: ppls[label] for label in ("int8", "powersgd")}))
+    assert answer(lone) == ("", "No method is shown to keep the perplexity: 2 not compared")
+    why = "no seed has it and that of its optimizer in every step"
+    assert doubts(lone) == f"Not shown: the perplexity of powersgd, int8 ({why})."
 
 
 STATES = {
@@ -140,6 +160,7 @@ STATES = {
         for row in made_results.rows(LABELS, ["ddp"], [(2, "100mbit")], (0, 1))
     ],
     "one seed": made_results.rows(["none", "int8"], ["ddp"], [(2, "none")], [0]),
+    "one rank": made_results.rows(["none", "int8"], ["ddp"], [(1, "none")]),
     "failed": [row.model_copy(update={"status": "failed", "reason": "x " * 200}) for row in made_results.rows()],
 }
 
@@ -149,6 +170,7 @@ def test_the_terminal_s_screen_has_80_columns_and_24_lines(name):
     lines = terminal(as_read(STATES[name])).splitlines()
     assert max(map(len, lines)) <= 80 and len(lines) <= 24
     assert lines[-2:] == ["all tables: here/summary.md", "page: here/report.html"]
+    assert any("verdict" in line for line in lines) == (name != "one rank"), "a table without lines is left out"
     if name == "many links":
         assert "10mbit" in lines[3], "the slowest link is the last to go"
 

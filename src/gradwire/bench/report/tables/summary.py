@@ -115,7 +115,8 @@ def summary(results: Results) -> str:
         made = by_method(cells)
         links = sorted({*cells["link"]}, key=link_rate, reverse=True)
         texts = [str(answer(results)), doubts(results), *of_optimizers(results)]
-        add("In short", f"{items(filter(None, texts))}\n\n{glance(results).markdown()}")
+        table = glance(results)
+        add("In short", "\n\n".join([items(filter(None, texts)), *([table.markdown()] if table.rows else [])]))
         add("Quality", _table(made, QUALITY))
         add("Bytes", _table(made, SENT))
         add("Step time", _table(made, [*METHOD, *over_links(STEPS, links)]))
