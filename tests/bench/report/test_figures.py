@@ -22,6 +22,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 from matplotlib.transforms import Bbox
 
+from gradwire.bench.report.page.figures import quality
 from gradwire.bench.report.page.sections import Data, sections
 from gradwire.bench.report.page.style import COLOURS, looks, styled
 from gradwire.bench.report.rows.record import Result
@@ -137,6 +138,17 @@ def test_no_two_texts_of_the_committed_records_figures_overlap(tmp_path, written
     pairs = [pair for found in texts.values() for pair in combinations(found, 2)]
     assert [(one, other) for (one, box), (other, beside) in pairs if box.overlaps(beside)] == []
     assert [one.text for one in written if re.search(r"[$\\^{}]", one.text)] == []
+
+
+def test_a_point_has_a_dot_for_each_seed_and_says_their_number():
+    data = made_results.as_read(made_results.rows(["none", "int8"], ["ddp"], [(2, "none")], [0, 1, 2]))
+    drawing = quality("time", data.groups[0], data.cells, data.runs, looks(["none", "int8"]))
+    plot = drawing()
+    of_label = {text.partition(":")[0]: text for text in plot.tips.values()}
+    assert all("n = 3" in text for text in of_label.values()) and of_label.keys() == {"none", "int8"}
+    dots = [dots.get_offsets().tolist() for dots in plot.figure.axes[0].collections if len(dots.get_offsets()) == 3]
+    runs = data.runs.groupby("compressor")[["step_time_ms_mean", "worse_percent"]]
+    assert dots == [pytest.approx(seeds.to_numpy()) for _, seeds in runs]
 
 
 def test_what_more_ranks_cost_is_against_the_same_optimizer_in_every_step(tmp_path):

@@ -17,6 +17,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from gradwire.bench.report.page.sections import marks
 from gradwire.bench.report.rows.record import Result
 from gradwire.bench.report.tables.checks import gates
 from gradwire.cli import main
@@ -86,6 +87,7 @@ def test_numbers_on_the_page_are_those_of_the_csv(folder, page):
             "gradients ×": mine["compression_ratio"].mean(),
             "gradients × bf16": mine["compression_ratio_bf16"].mean(),
             "step ms": step.mean(),
+            "step sd": step.std(ddof=1),
             "tokens/s": mine["tokens_per_s"].mean(),
         }
         if of[0] != "none":
@@ -113,6 +115,20 @@ def test_the_table_is_ordered_by_verdict_then_speed_and_marks_what_fails(page):
     assert len(metered) == 1
     dense = table[table["marks"].str.contains("mostly float32")]
     assert dense["compressor"].tolist() == ["int8"] and "non-finite" in dense["marks"].item()
+
+
+@pytest.mark.parametrize(
+    ("verdict", "worse", "mark"),
+    [
+        ("not distinguishable", 1.001, "mean more than 1 % above none"),
+        ("not distinguishable", 1.0, ""),
+        ("worse", 14.0, "worse than none"),
+        ("one seed", 14.0, "mean more than 1 % above none"),
+    ],
+)
+def test_a_mean_beyond_the_tolerance_is_marked_though_seeds_do_not_show_it(verdict, worse, mark):
+    cell = {"verdict": verdict, "worse_percent": worse, "reference": "none", "val_ppl": 1.0, "n": 2}
+    assert marks(cell | {"diverged": 0, "failed": 0}, []) == mark
 
 
 def test_failed_runs_are_first_and_skipped_ones_have_their_reasons(page):

@@ -39,23 +39,28 @@ STEP_PARTS = {  # of a step: colour and hatch
 Points = list[tuple[float, float]]  # seconds and perplexity
 
 
-def quality(cost: str, group: Group, cells: pd.DataFrame, looks: Mapping[str, Look]) -> Drawing | None:
+def quality(
+    cost: str, group: Group, cells: pd.DataFrame, runs: pd.DataFrame, looks: Mapping[str, Look]
+) -> Drawing | None:
     """Perplexity differences over a cost; None without two cells that have both.
 
     Args:
         cost: A key of `COSTS`.
         group: The group.
         cells: All cells, as from `bench.report.tables.cells.cells_of`.
+        runs: All runs, as from `bench.report.tables.cells.one_by_one`.
         looks: How each label is drawn.
     """
     column, _ = COSTS[cost]
-    known = cells[(cells[GROUP] == list(group)).all(axis=1)].dropna(subset=["worse_percent", column])
+    known, seeds = (
+        of[(of[GROUP] == list(group)).all(axis=1)].dropna(subset=["worse_percent", column]) for of in (cells, runs)
+    )
     shown = len(known) > 1 and known[column].max() > 0  # one rank sends nothing
-    return partial(draw_quality, cost, group, known, looks) if shown else None
+    return partial(draw_quality, cost, group, known, seeds, looks) if shown else None
 
 
-def draw_quality(cost: str, group: Group, cells: pd.DataFrame, looks: Mapping[str, Look]) -> Plot:
-    """One group: a named point for each label, with both spreads, and the band of the same perplexity."""
+def draw_quality(cost: str, group: Group, cells: pd.DataFrame, runs: pd.DataFrame, looks: Mapping[str, Look]) -> Plot:
+    """One group: a named point for each label, with both spreads and a dot for each seed, and the band of the same."""
     column, label = COSTS[cost]
     chart, ax = axes(group_title(*group), label, "perplexity against the same\noptimizer in every step, %", left=0.85)
     ax.axhspan(-TOLERANCE, TOLERANCE, color=style.NEUTRAL, alpha=0.25, lw=0)
@@ -71,6 +76,9 @@ def draw_quality(cost: str, group: Group, cells: pd.DataFrame, looks: Mapping[st
         low, high = (low * high) ** 0.5 / NARROW**0.5, (low * high) ** 0.5 * NARROW**0.5
     room = (high / low) ** 0.12 if low > 0 else 1.0
     ax.set_xlim(low / room, high * room) if low > 0 else ax.margins(x=0.12)
+    for compressor, seeds in runs.groupby("compressor"):
+        colour = looks[str(compressor)].colour
+        ax.scatter(seeds[column], seeds["worse_percent"], s=12, color=colour, alpha=0.7, lw=0)
     spreads = zip(
         cells.to_dict("records"), of_estimates(cells, "worse_percent"), of_estimates(cells, column), strict=True
     )
@@ -83,7 +91,7 @@ def draw_quality(cost: str, group: Group, cells: pd.DataFrame, looks: Mapping[st
         above = bool(worse.mean > highest)
         (point,) = ax.plot(x, y, color=look.colour, marker="^" if above else look.marker, ls="none", clip_on=False)
         number = f"{worse.mean:+.1f} %{spread_text(worse, '{:+.1f}')}"
-        chart.tip(point, f"{name}: {number}, {x:,.4g} {label.removesuffix(', ms')}, {cell['verdict']}")
+        chart.tip(point, f"{name}: {number}, {x:,.4g} {label.removesuffix(', ms')}, n = {worse.n}, {cell['verdict']}")
         shown = "baseline" if name == BASELINE else f"{name}{f' {worse.mean:+.0f} %' * above}"
         points[shown], chart.handles[shown] = (x, y, worse), point
     chart.name(ax, points)

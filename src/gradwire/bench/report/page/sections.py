@@ -38,7 +38,7 @@ from gradwire.bench.report.tables.results import Results
 from gradwire.bench.report.tables.summary import METHOD, STEPS, distinct, versions
 from gradwire.bench.report.tables.table import MISSING, Column, Table, text
 from gradwire.bench.report.tables.time_to_loss import by_target
-from gradwire.bench.statistics.seeds import Estimate
+from gradwire.bench.statistics.seeds import TOLERANCE, Estimate
 from gradwire.comm.topology import link_rate
 
 STORES = (text("run", "run"), text("check", "name"), text("result", "result"), text("detail", "detail"))
@@ -95,7 +95,7 @@ class Data(Results):
 
     def figure(self, cost: str, group: Group) -> Drawing | None:
         """The figure of perplexity over a cost."""
-        drawing = None if self.cells is None else figures.quality(cost, group, self.cells, self.looks)
+        drawing = None if self.cells is None else figures.quality(cost, group, self.cells, self.runs, self.looks)
         return timed(drawing, self.shared) if drawing is not None and cost == "time" else drawing
 
     def figures(self, cost: str, of_groups: Iterable[Group]) -> list[Drawing]:
@@ -268,6 +268,8 @@ def marks(cell: Mapping[Any, Any], rows: Sequence[Result], shared: bool = False)
     """The marks of a cell."""
     marked = {
         f"worse than {cell['reference']}": cell["verdict"] == "worse",
+        f"mean more than {TOLERANCE:g} % above {cell['reference']}": cell["worse_percent"] > TOLERANCE
+        and cell["verdict"] != "worse",
         **{f"{cell[status]} {status}": cell[status] for status in ("diverged", "failed")},
         "no perplexity": pd.isna(cell["val_ppl"]),
         "one seed": cell["n"] < 2,

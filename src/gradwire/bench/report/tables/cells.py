@@ -84,6 +84,7 @@ ALL_CELLS = (
     RATIO,
     RATIO_BF16,
     STEP,
+    STEP.titled("step sd", field="step_time_ms_mean_std", form="{:,.2f}", long=True),
     STEP.spread("step {spread}"),
     SPEED_UP,
     SPEED_UP.spread("× fp32 {spread}"),
