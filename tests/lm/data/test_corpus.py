@@ -38,6 +38,15 @@ BAD = {
     "no text": (b'[{"text": "x"}, {"id": "b"}]', "document 1 (counted from 0, id 'b') has no text"),
     "blank text": (b'[{"id": "a", "text": " \\n"}]', "document 0 (counted from 0, id 'a') has no text"),
     "text no string": (b'[{"id": "a", "text": 3}]', "document 0 (counted from 0, id 'a') has no text"),
+    "a weight": (b'[{"text": "x", "weight": -0.5}]', "has a 'weight', which the loss does not use any more"),
+    "weights of spans": (
+        b'[{"text": "x y", "target_spans": [[0, 1], [2, 3]], "target_weights": [1, 0]}]',
+        "has a 'target_weights', which",
+    ),
+    "weight of a message": (
+        b'[{"messages": [{"role": "assistant", "content": "x", "weight": 0}]}]',
+        "document 0 (counted from 0) has a 'weight'",
+    ),
     "title no string": (b'[{"title": 0, "text": "x"}]', "has a number as title"),
     "id no string": (b'[{"id": [1], "text": "x"}]', "has an array as id"),
     "id a long number": (b'[{"id": 1e9999999, "text": "x"}]', "has a number of more than 4300 digits as id"),

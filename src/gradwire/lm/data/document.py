@@ -25,6 +25,7 @@ ID_GROUP = "gradwire.sample_ids"
 SHOWN = 20  # problems that a report describes
 MOST_DIGITS = 4300  # of a number that is an id, as of an integer that Python reads
 CONTENT = ("text", "target_spans", "prompt", "completion", "messages")
+WEIGHTS = ("weight", "target_weights")  # of a document or a message, which version 0.1.0 multiplied the loss by
 IdOf: TypeAlias = Callable[[Mapping[str, Any]], Any]
 
 
@@ -188,6 +189,8 @@ def _document(value: Any, position: int, id_of: IdOf, chats: Format) -> Document
     """
     if not isinstance(value, dict):
         raise ValueError(f"is {_kind(value)}, not an object with id, title and text")
+    if weighted := _weighted(value):
+        raise ValueError(f"has a {weighted!r}, which the loss does not use any more: remove it")
     title = "" if value.get("title") is None else value["title"]
     if not isinstance(title, str):
         raise ValueError(f"has {_kind(title)} as title; it must be a string")
@@ -200,6 +203,13 @@ def _document(value: Any, position: int, id_of: IdOf, chats: Format) -> Document
             half = ascii(part[error.start])
             raise ValueError(f"has {half}, half of a surrogate pair: write the whole character, or remove it") from None
     return Document(id_, title, read.text, read.spans, read.templated, value, position)
+
+
+def _weighted(value: Mapping[str, Any]) -> str | None:
+    """The key of a document, or of one of its messages, that has a weight other than 1."""
+    messages = value.get("messages")
+    entries = [value, *(entry for entry in (messages if isinstance(messages, list) else ()) if isinstance(entry, dict))]
+    return next((key for entry in entries for key in WEIGHTS if entry.get(key) not in (None, 1)), None)
 
 
 def _content(value: Mapping[str, Any], chats: Format) -> Content:
