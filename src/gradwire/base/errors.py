@@ -11,7 +11,8 @@ import re
 from collections.abc import Iterable
 
 WORD, MESSAGE = 500, 10_000  # characters of a word and of a message that are shown in full
-LISTED = 100  # names that a message lists
+LISTED = 100  # names that a message lists; of more, it has the `NEAREST` closest
+NEAREST = 5
 DONE, CHECK_FAILED, BAD_INPUT, FAULT, STOPPED = 0, 1, 2, 3, 75
 
 
@@ -62,22 +63,20 @@ class Stopped(GradwireError):
     exit_code = STOPPED
 
 
-def nearest(word: str, known: Iterable[str], most: int = 2) -> list[str]:
+def nearest(word: str, known: Iterable[str], most: int = 2, cutoff: float = 0.5) -> list[str]:
     """Return the names that are close to a word, closest first; upper and lower case are the same."""
     lowered = {name.lower(): name for name in known}
-    return [lowered[match] for match in difflib.get_close_matches(word.lower(), lowered, n=most, cutoff=0.5)]
+    return [lowered[match] for match in difflib.get_close_matches(word.lower(), lowered, n=most, cutoff=cutoff)]
 
 
-def did_you_mean(word: str, known: Iterable[str], most: int = 2) -> str:
+def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return `` Did you mean 'a' or 'b'?`` with the names that are close to a word; nothing without any."""
-    if not (near := nearest(word, known, most)):
-        return ""
-    *others, last = map(repr, near)
-    return f" Did you mean {', '.join(others)} or {last}?" if others else f" Did you mean {last}?"
+    near = nearest(word, known)
+    return f" Did you mean {' or '.join(repr(name) for name in near)}?" if near else ""
 
 
 def unknown(kind: str, word: str, known: Iterable[str]) -> BadInput:
-    """Return the error for an unknown name, with close matches and all valid names, if they are not too many.
+    """Return the error for an unknown name, with close matches and all valid names, or the closest of many.
 
     Args:
         kind: What the name should be, for example ``"compressor"``.
@@ -86,5 +85,6 @@ def unknown(kind: str, word: str, known: Iterable[str]) -> BadInput:
     """
     names = sorted(known)
     if len(names) > LISTED:
-        return BadInput(f"unknown {kind} {word!r}.{did_you_mean(word, names, 5)} {len(names)} are known.")
+        near = ", ".join(nearest(word, names, NEAREST, cutoff=0.0))
+        return BadInput(f"unknown {kind} {word!r}. Of {len(names)}, the nearest are: {near}.")
     return BadInput(f"unknown {kind} {word!r}.{did_you_mean(word, names)} Available: {', '.join(names) or 'none'}.")

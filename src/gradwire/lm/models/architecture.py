@@ -7,7 +7,6 @@ import os
 import re
 import sys
 from collections.abc import Mapping
-from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from gradwire.lm.models import presets, saved
 
 INITIAL_STD, INITIAL_WIDTH = 0.02, 768  # GPT-2's; a narrower model needs larger weights for the same activations
 CHECK = re.compile(r"^(Class v|V)alidation error for (validator|field) '\w+': \w+: ")  # what precedes the reason
-NEAREST = 5  # names in the message for an unknown architecture
 VOCABULARY_MULTIPLE = 64  # rows of the embedding: fills tensor-core tiles and shards evenly
 NO_DROPOUT_OF = ("summary", "classifier")  # of heads that a language model does not have
 
@@ -36,11 +34,7 @@ def config_class(architecture: str) -> type[PretrainedConfig]:
     """
     register(architecture)
     if architecture not in CONFIG_MAPPING:
-        near = get_close_matches(architecture, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, n=NEAREST, cutoff=0.0)
-        raise BadInput(
-            f"unknown architecture {architecture!r}. Of the {len(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)} that transformers "
-            f"has for language models, the nearest are: {', '.join(near)}."
-        )
+        raise unknown("architecture", architecture, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     kind = CONFIG_MAPPING[architecture]
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise BadInput(f"architecture {architecture!r} has no causal language model in transformers.")
