@@ -25,7 +25,7 @@ from gradwire import cli
 from gradwire.base.errors import BadInput, RunFault
 from gradwire.base.failures import lost_peer
 from gradwire.bench.launch.fork import SHARED, _wait
-from gradwire.bench.launch.ranks import ALLOCATOR, THREADS, Ended, RankFailure, first_cause, rank_variables
+from gradwire.bench.launch.ranks import ALLOCATOR, THREADS, Ended, RankFailure, first_cause, rank_variables, spawn
 from gradwire.comm.collectives import world
 
 
@@ -185,6 +185,13 @@ def test_a_rank_that_fails_does_not_wait_for_its_collective(launch, tmp_path):
     ended = launch(tmp_path, {0: "desert", 1: "desert"})
     assert (ended.returncode, ended.stderr) == (2, "gradwire launch: rank 1: an option is bad.\n")
     assert time.monotonic() - began < 30  # the collective itself would wait for 60 s
+
+
+def test_spawned_ranks_end_with_the_first_that_fails():
+    script = "import os, sys, time; sys.exit(3) if os.environ['RANK'] == '1' else time.sleep(60)"
+    began = time.monotonic()
+    assert spawn([sys.executable, "-c", script], 2, "127.0.0.1", 0) == Ended({0: -signal.SIGTERM, 1: 3})
+    assert time.monotonic() - began < 30
 
 
 def test_preflight_ends_it_before_any_rank_starts(launch, tmp_path):
