@@ -164,6 +164,10 @@ def test_only_what_a_change_touches_is_run_again(checkout):
     checkout.configure({**SMALL, "compressors": {"none": {}}})
     assert checkout.jobs() == {"summarize": 1, "report": 1, "all": 1}
 
+    # Another option of a compressor is for its own cell.
+    checkout.configure({**SMALL, "compressors": {"none": {}, "int8": {"block": 64}}})
+    assert checkout.jobs() == {"train": 1, "trace": 1, "perplexity": 1, "summarize": 1, "report": 1, "all": 1}
+
     # Another way to train is for all cells, and for no data.
     checkout.configure({**SMALL, "training": {**SMALL["training"], "lr": 0.01}})
     changed = checkout.jobs()
