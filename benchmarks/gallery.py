@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import pickle
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,6 +21,7 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
+from gradwire.attribution.store.store import read_ids
 from gradwire.base.files import write_json, write_text
 
 HERE = Path(__file__).parent
@@ -104,7 +104,7 @@ def record(store: Path) -> dict[str, Any]:
     places = {
         str(file.relative_to(root)): ids.index(sample)
         for file in sorted(root.glob(f"**/{store.name}/*ids*.pkl"))
-        if sample in (ids := pickle.loads(file.read_bytes()))
+        if sample in (ids := read_ids(file))
     }
     meta = pd.read_parquet(store / "all_meta.parquet").set_index("sample_id").loc[sample]
     checks = json.loads((root / "validation.json").read_text(encoding="utf-8"))["checks"]
