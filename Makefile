@@ -2,7 +2,7 @@
 # make image [VARIANT=cuda] [MIRROR=URL]  the container image, from what is locked
 # make image-lock [MIRROR=URL]           lock again what goes into the images
 # make test [WORKERS=2]                  the tests
-# make test-newest [NEWEST=torch==2.14.1]  the tests with the torch that a plain install brings, in .venv-newest: 6.6 GB
+# make test-newest [NEWEST=torch==2.14.1]  the tests with the torch that a plain install brings, in .venv-torch-2.14.1: 6.6 GB
 # make test-faults [ONLY=expression]     faults, each injected from outside, and the rerun after each: a table
 # make test-sweep                        full products of which `make test` takes a selection
 # make test-full                         wheel, browser, documentation, examples, links, every command of the pages
@@ -62,7 +62,7 @@ kernels: $(READY)
 	$(BIN)/python tests/helpers/compile_kernels.py
 
 test-newest:
-	$(MAKE) test VENV=.venv-newest TORCH=$(NEWEST)
+	$(MAKE) test VENV=.venv-$(subst ==,-,$(NEWEST)) TORCH=$(NEWEST)
 
 test-faults: $(READY)
 	$(BIN)/python -m pytest -m faults $(if $(ONLY),-k "$(ONLY)") --durations=5 tests/faults
