@@ -956,6 +956,12 @@ def forget_a_row(run):
     return names.ids
 
 
+def add_block(run):
+    path = run / "rank_1" / "dim64" / "grads-5.pt"
+    path.touch()
+    return path.with_name("ids-5.pkl")
+
+
 def lose_block(run):
     path = run / "rank_1" / "dim64" / "ids-6.pkl"
     path.unlink()
@@ -1097,6 +1103,7 @@ FAULTS = {  # by the check that finds it
     plant_nan: "files readable, counts equal, rows finite",
     lose_rows_of_a_rank: "files complete",
     lose_block: "files complete",
+    add_block: "files complete",
     alter_block: "blocks have the rank's rows",
     block_of_another_rank: "blocks have the rank's rows",
     shorten_block: "blocks have the rank's rows",
