@@ -651,6 +651,7 @@ def test_a_run_folder_of_another_configuration_is_refused_and_restarted_on_reque
         ({"dim": 0}, "--dim is 0"),
         ({"dim": 10**9}, "--dim 1000000000: the model's gradients have "),
         ({"dim": 47, "projection": "factored"}, "--dim 47 with --projection factored: not a product of two similar"),
+        ({"dim": 64, "projection": "none"}, "--dim 64 with --projection none: the model's gradients have "),
         ({"save_interval": 0}, "--save_interval is 0"),
         ({"max_samples": 0}, "--max_samples is 0"),
         ({"model_dir": "nowhere"}, "nowhere holds no model"),
