@@ -289,8 +289,8 @@ def test_a_query_is_compared_by_the_gradient_of_its_targets(made, tmp_path, caps
 
 
 BAD = {
-    "no completion": ({"prompt": "a"}, "needs a string 'completion' beside"),
-    "no prompt": ({"completion": "a"}, "needs a string 'prompt' beside"),
+    "no completion": ({"prompt": "a"}, "needs a string 'completion' as well as"),
+    "no prompt": ({"completion": "a"}, "needs a string 'prompt' as well as"),
     "blank completion": ({"prompt": "a", "completion": " \n"}, "has a blank completion"),
     "both": ({"prompt": "a", "completion": "b", "messages": CHAT}, "has both 'messages' and 'prompt'"),
     "no list": ({"messages": "hello"}, "needs 'messages' that are a list of objects"),

@@ -384,7 +384,7 @@ def traced(rank, world_size, group, folder):
             ops.begin_all_to_all(half, sizes, [sizes[rank]] * world_size, meter=meter if step else Meter()).wait()
             float(weight[0, 0])
             recorder.step()
-    return 1000 * meter.by_op("control")["all_to_all"].seconds
+    return 1000 * meter.by_op("control")["all_to_all"].seconds, 1000 * meter.around
 
 
 def brute_force(path):
@@ -429,7 +429,7 @@ def steps_in_tensorboard(path):
 
 def test_a_real_gloo_trace_agrees_with_brute_force_and_with_the_meter_and_opens_in_tensorboard(tmp_path, world):
     (tmp_path / "profiler").mkdir()
-    metered = world(2).run(traced, tmp_path)
+    meters = world(2).run(traced, tmp_path)
     profile = profile_of(tmp_path)
     assert set(profile["comm_time_ms_by_op_per_step"]) == {"all_reduce", "reduce_scatter", "all_to_all"}
     for rank, rank_profile in profile["ranks"].items():
@@ -443,7 +443,8 @@ def test_a_real_gloo_trace_agrees_with_brute_force_and_with_the_meter_and_opens_
             assert 0 < step["overlap_ms_per_step"] < step["compute_ms_per_step"]
             assert step["encode_ms_per_step"] > 0
         exchanged = 2 * rank_profile["comm_time_ms_by_op_per_step"]["all_to_all"]
-        assert exchanged == pytest.approx(metered[int(rank)], rel=0.25)
+        metered, around = meters[int(rank)]  # a range is opened before its seconds are counted, and closed after them
+        assert metered - 0.2 <= exchanged <= metered + around + 0.2  # two clocks, converted by the profiler
 
 
 @pytest.mark.parametrize(
