@@ -133,7 +133,7 @@ def reduced(world: World, cell: dict[str, Any], kind: str) -> Row:
     reducer = Reducer(build(parsed.method, **parsed.options), **options)
     shapes = [(name, tuple(p.shape)) for name, p in causal.build("tiny", 320, 64, 0).named_parameters()]
     layout = Layout.dim0(shapes, world.world_size)
-    numel = sum(piece.numel for piece in layout.pieces)
+    numel = sum(shard.numel for shard in layout.shards)
     reducer.prepare(kind, numel)  # type: ignore[arg-type]
     flat = torch.randn(layout.numel, generator=torch.Generator().manual_seed(world.rank)).to(world.device)
     reduction = reduction_of(reducer, kind)  # type: ignore[arg-type]

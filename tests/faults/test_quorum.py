@@ -159,8 +159,8 @@ class Simulated:
     def lend(self, protocol, members):
         """Each member's residuals, cut for these; where a member has none of a part, zeros."""
         for place, member in enumerate(members):
-            for name, pieces in protocol.cut.items():
-                for part in pieces:
+            for name, shards in protocol.cut.items():
+                for part in shards:
                     for phase in ("scatter", "gather"):
                         kept = self.residuals.get((member, phase, name))
                         if kept is not None:

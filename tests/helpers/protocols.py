@@ -16,7 +16,7 @@ from lockstep import lockstep
 from gradwire.comm.compressors.rounds import Context
 
 
-class Piece(NamedTuple):
+class Shard(NamedTuple):
     """``parameter.flatten()[at:at + numel]``, which belongs to ``row`` and is encoded in the shape of ``form``."""
 
     row: int
@@ -25,11 +25,11 @@ class Piece(NamedTuple):
     form: tuple[int, ...]
 
 
-def piece(row, at, numel, shape):
+def shard(row, at, numel, shape):
     """A matrix where it is whole rows of a parameter of at least two dimensions, else a vector."""
     width = math.prod(shape[1:])
     whole = len(shape) > 1 and at % width == 0 and numel % width == 0
-    return Piece(row, at, numel, (numel // width, width) if whole else (numel,))
+    return Shard(row, at, numel, (numel // width, width) if whole else (numel,))
 
 
 def by_rows(shapes, world):
@@ -39,7 +39,7 @@ def by_rows(shapes, world):
         width, at = math.prod(shape[1:]), 0
         cut[name] = []
         for row, chunk in enumerate(torch.arange(shape[0]).chunk(world)):
-            cut[name].append(piece(row, at, len(chunk) * width, shape))
+            cut[name].append(shard(row, at, len(chunk) * width, shape))
             at += len(chunk) * width
     return cut
 
@@ -58,7 +58,7 @@ def anywhere(units, world):
             rows, counts = owners.unique_consecutive(return_counts=True)
             places = [0, *counts.cumsum(0).tolist()]
             parts = zip(rows.tolist(), places, counts.tolist(), strict=False)
-            cut[name] = [piece(row, at, numel, shape) for row, at, numel in parts]
+            cut[name] = [shard(row, at, numel, shape) for row, at, numel in parts]
     return cut
 
 
@@ -67,7 +67,7 @@ class Protocol:
 
     Args:
         compressor: What encodes.
-        cut: The pieces of every parameter, in ascending order.
+        cut: The shards of every parameter, in ascending order.
         shapes: Every parameter's shape.
         world: Number of ranks.
         seed: Of the generators and of the `rounds`.

@@ -327,7 +327,7 @@ def write_with(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def sha256_file(path: Path) -> str:
-    """SHA-256 of a file's bytes, in hex, read in pieces."""
+    """SHA-256 of a file's bytes, in hex, read in chunks."""
     with Path(path).open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 

@@ -80,7 +80,7 @@ class ReducerOptions(BaseModel):
         "the compressor's rounds (native); auto chooses once",
     )
     granularity: Literal["piece", "row"] = Field(
-        default="piece", description="encode a piece of one parameter at once, or all of a row"
+        default="piece", description="encode each shard of a parameter (piece), or all of a row, at once"
     )
     second: Literal["encoded", "float32"] = Field(
         default="encoded", description="an all-reduce sends means encoded again, or as float32"

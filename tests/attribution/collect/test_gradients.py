@@ -780,7 +780,7 @@ def test_merging_orders_by_the_data_and_checks_duplicates(tmp_path, monkeypatch)
         merge.merge([first, second], list("abcd"), 1e-4)
 
 
-def test_rows_are_read_and_written_piece_by_piece_in_torchs_own_format(pair, tmp_path):
+def test_rows_are_read_and_written_chunk_by_chunk_in_torchs_own_format(pair, tmp_path):
     from safetensors.torch import load_file
 
     words = ["--base_path", str(pair), "--output_dir", str(tmp_path / "more"), "--dim", "100"]

@@ -31,10 +31,10 @@ def gradients(rank, size, step):
 
 
 def padding(layout):
-    """Where no piece lies."""
+    """Where no shard lies."""
     free = torch.ones(layout.numel, dtype=torch.bool)
-    for piece in layout.pieces:
-        free[piece.place] = False
+    for shard in layout.shards:
+        free[shard.place] = False
     return free
 
 
@@ -147,7 +147,7 @@ def test_density_counts_what_sparsifiers_choose_from_and_what_they_send(world, m
     name = "topk.density" if "+" in method else "density"
     given = {} if kept is None else {name: 0.2}
     for _, _, traffic in world(2).run(reduced, "reduce_scatter", method, given, options):
-        sizes = [piece.numel for layout in layouts(2) for piece in layout.pieces]
+        sizes = [shard.numel for layout in layouts(2) for shard in layout.shards]
         chosen, among = (0, 0) if kept is None else (2 * sum(map(kept, sizes)), 2 * sum(sizes))
         assert (traffic["chosen_elements"], traffic["sparse_elements"]) == (chosen, among)
 
@@ -163,7 +163,7 @@ def test_a_threshold_s_density_is_read_from_its_wire(world):
 @pytest.mark.parametrize("size", [2, 3])
 def test_rows_of_a_native_reduce_scatter_are_padded_to_the_longest(world, size):
     ranks = world(size).run(reduced, "reduce_scatter", "none", {}, {"algorithm": "native"})
-    rows = [[sum(piece.numel for piece in row) for row in layout.rows] for layout in layouts(size)]
+    rows = [[sum(shard.numel for shard in row) for row in layout.rows] for layout in layouts(size)]
     for rank, (_, _, traffic) in enumerate(ranks):
         lacking = sum(max(row) - numel for row in rows for owner, numel in enumerate(row) if owner != rank)
         assert traffic["padding"] == 2 * 4 * lacking

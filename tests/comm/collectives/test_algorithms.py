@@ -61,7 +61,7 @@ def test_error_feedback_telescopes(turns, case, size, cut, kind):
     layout, steps = CUTS[cut](BIG, size), 5
     options = {"error_feedback": True, **reducer_options}
     results = turns(size).run(reduced, BIG, cut, kind, name, {}, options, steps)
-    pieces = {(piece.name, piece.at): piece for piece in layout.pieces}
+    shards = {(shard.name, shard.at): shard for shard in layout.shards}
     exact = sum(layout.pack(big_gradients(rank, step)).double() for rank in range(size) for step in range(steps)) / size
     left = torch.zeros(layout.numel, dtype=torch.float64)
     lost = 0.0
@@ -69,8 +69,8 @@ def test_error_feedback_telescopes(turns, case, size, cut, kind):
         for (parameter, phase, at), residual in residuals.items():
             share = size if phase == "scatter" else 1
             native = results[0][3] == "native"
-            for piece in layout.parameters[parameter] if native else [pieces[parameter, at]]:
-                left[piece.place] += (residual[piece.source] if native else residual).double() / share
+            for shard in layout.parameters[parameter] if native else [shards[parameter, at]]:
+                left[shard.place] += (residual[shard.source] if native else residual).double() / share
             lost += float(residual.abs().sum())
     parts = [[row[0] for row in result[0]] for result in results]
     if kind == "reduce_scatter":
@@ -285,11 +285,11 @@ def at_once_and_one_by_one(rank, world, group, kind, shapes, method, options):
         for name, (layout, single) in alone.items():
             part = getattr(single, kind)(layout.pack(given), layout)
             single.finish()
-            for piece, source in zip(whole.parameters[name], layout.parameters[name], strict=True):
+            for shard, source in zip(whole.parameters[name], layout.parameters[name], strict=True):
                 if kind == "all_reduce":
-                    expected[piece.place] = part[source.place]
-                elif piece.row == rank:
-                    expected[whole.place_in_row(piece)] = part[layout.place_in_row(source)]
+                    expected[shard.place] = part[source.place]
+                elif shard.row == rank:
+                    expected[whole.place_in_row(shard)] = part[layout.place_in_row(source)]
         means.append((mean, expected))
     singles = [single for _, single in alone.values()]
     residuals = [

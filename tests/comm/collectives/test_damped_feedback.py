@@ -61,9 +61,9 @@ def test_a_reduction_is_the_protocols(turns, case):
     for step in range(steps):
         means = protocol.reduce("exchange", "reduce_scatter", [gradients(rank, step) for rank in range(2)])
         for rank in range(2):
-            for piece in layout.rows[rank]:
-                own = results[rank][step][layout.place_in_row(piece)]
-                assert torch.equal(own, means[piece.name][piece.source]), (step, piece)
+            for shard in layout.rows[rank]:
+                own = results[rank][step][layout.place_in_row(shard)]
+                assert torch.equal(own, means[shard.name][shard.source]), (step, shard)
 
 
 def refused(rank, world, group, options):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gradwire.base.errors import RunFault
 from gradwire.comm.closed_forms import rank_bytes, raw_bytes, share
-from gradwire.comm.collectives import Exempt, Layout, Piece
+from gradwire.comm.collectives import Exempt, Layout, Shard
 
 shapes = st.lists(st.lists(st.integers(1, 5), max_size=3).map(tuple), min_size=1, max_size=5).map(
     lambda found: [(f"p{i}", shape) for i, shape in enumerate(found)]
@@ -32,26 +32,26 @@ def numbered(shapes):
 
 @every_cut
 @given(shapes=shapes, world=worlds)
-def test_pieces_cover_every_element_once(cut, shapes, world):
+def test_shards_cover_every_element_once(cut, shapes, world):
     layout = cut(shapes, world)
     tensors, total = numbered(shapes)
     flat = layout.pack(tensors)
     assert sorted(flat[flat != 0].tolist()) == list(range(1, total + 1))
-    assert sum(piece.numel for piece in layout.pieces) == total
-    assert [piece.start for piece in layout.pieces] == sorted(piece.start for piece in layout.pieces)
+    assert sum(shard.numel for shard in layout.shards) == total
+    assert [shard.start for shard in layout.shards] == sorted(shard.start for shard in layout.shards)
 
 
 @every_cut
 @given(shapes=shapes, world=worlds)
-def test_a_piece_lies_in_its_row_and_holds_what_it_names(cut, shapes, world):
+def test_a_shard_lies_in_its_row_and_holds_what_it_names(cut, shapes, world):
     layout = cut(shapes, world)
     tensors, _ = numbered(shapes)
     rows = layout.in_rows(layout.pack(tensors))
-    for row, pieces in enumerate(layout.rows):
-        for piece in pieces:
-            assert piece.row == row and piece.numel > 0
-            expected = tensors[piece.name].flatten()[piece.at : piece.at + piece.numel]
-            assert torch.equal(rows[row][layout.place_in_row(piece)], expected)
+    for row, shards in enumerate(layout.rows):
+        for shard in shards:
+            assert shard.row == row and shard.numel > 0
+            expected = tensors[shard.name].flatten()[shard.at : shard.at + shard.numel]
+            assert torch.equal(rows[row][layout.place_in_row(shard)], expected)
 
 
 @every_cut
@@ -71,31 +71,31 @@ def test_dim0_cuts_as_torch_chunk_does(shapes, world):
     flat = layout.pack(tensors)
     for name, tensor in tensors.items():
         chunks = torch.chunk(tensor if tensor.ndim else tensor.view(1), world)
-        pieces = [piece for piece in layout.pieces if piece.name == name]
-        assert len(pieces) == len(chunks)
-        for piece, chunk in zip(pieces, chunks, strict=True):
-            assert torch.equal(flat[piece.place], chunk.flatten())
+        shards = [shard for shard in layout.shards if shard.name == name]
+        assert len(shards) == len(chunks)
+        for shard, chunk in zip(shards, chunks, strict=True):
+            assert torch.equal(flat[shard.place], chunk.flatten())
 
 
 def test_dim0_leaves_rows_empty_and_pads_each_parameter():
     layout = Layout.dim0([("weight", (3, 2)), ("bias", (1,))], 2)
     assert layout.row_numel == 5
-    assert layout.pieces == (
-        Piece("weight", (3, 2), 0, 0, 4, 0),
-        Piece("bias", (1,), 0, 4, 1, 0),
-        Piece("weight", (3, 2), 1, 5, 2, 4),
+    assert layout.shards == (
+        Shard("weight", (3, 2), 0, 0, 4, 0),
+        Shard("bias", (1,), 0, 4, 1, 0),
+        Shard("weight", (3, 2), 1, 5, 2, 4),
     )
-    assert Layout.dim0([("bias", (1,))], 3).rows == ((Piece("bias", (1,), 0, 0, 1, 0),), (), ())
+    assert Layout.dim0([("bias", (1,))], 3).rows == ((Shard("bias", (1,), 0, 0, 1, 0),), (), ())
 
 
 def test_packed_puts_whole_parameters_one_after_the_other():
     layout = Layout.packed([("weight", (3, 2)), ("bias", (1,)), ("vector", (3,))], 2)
-    assert layout.pieces == (
-        Piece("weight", (3, 2), 0, 0, 4, 0),
-        Piece("weight", (3, 2), 1, 4, 2, 4),
-        Piece("bias", (1,), 0, 6, 1, 0),
-        Piece("vector", (3,), 0, 7, 2, 0),
-        Piece("vector", (3,), 1, 9, 1, 2),
+    assert layout.shards == (
+        Shard("weight", (3, 2), 0, 0, 4, 0),
+        Shard("weight", (3, 2), 1, 4, 2, 4),
+        Shard("bias", (1,), 0, 6, 1, 0),
+        Shard("vector", (3,), 0, 7, 2, 0),
+        Shard("vector", (3,), 1, 9, 1, 2),
     )
     assert (layout.numel, layout.row_numel) == (10, 7)
     rows = layout.in_rows(torch.arange(1.0, 11))
@@ -124,12 +124,12 @@ def test_packed_tensors_that_follow_each_other_in_memory_are_not_copied():
 def test_cut_leaves_gaps_out():
     layout = Layout.cut([("a", (3,)), (None, (2,)), ("b", (2, 2))], 2)
     assert layout.row_numel == 5
-    assert layout.pieces == (Piece("a", (3,), 0, 0, 3, 0), Piece("b", (2, 2), 1, 5, 4, 0))
+    assert layout.shards == (Shard("a", (3,), 0, 0, 3, 0), Shard("b", (2, 2), 1, 5, 4, 0))
 
 
 def test_a_codec_sees_whole_rows_as_a_matrix():
     def form(shape, at, numel):
-        return Piece("p", shape, 0, 0, numel, at).form
+        return Shard("p", shape, 0, 0, numel, at).form
 
     assert form((4, 3), 3, 6) == (2, 3)
     assert form((4, 3), 2, 6) == (6,)

@@ -1,4 +1,4 @@
-"""Plans: every piece is encoded once, compressed ones first, and decoding a message gives each its place back."""
+"""Plans: every shard is encoded once, compressed ones first, and decoding a message gives each its place back."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def test_what_is_encoded_decodes_to_its_place(cut, granularity):
         message, lengths = encoded(table, flat)
         out = layout.empty(flat.device)
         table.decode(message, lengths, out, "blank")
-        for piece in layout.pieces:
-            exact = flat[piece.place]
-            kept = exact if len(piece.shape) == 1 else exact.to(torch.bfloat16).float()
-            assert torch.equal(out[piece.place], kept), piece
+        for shard in layout.shards:
+            exact = flat[shard.place]
+            kept = exact if len(shard.shape) == 1 else exact.to(torch.bfloat16).float()
+            assert torch.equal(out[shard.place], kept), shard
 
 
 @every_granularity
@@ -55,7 +55,7 @@ def test_sizes_that_depend_on_the_data_are_unknown():
     assert exact.whole.total == 4 * 46 and len(exact.whole.batches) == 1
 
 
-def test_float32_pieces_without_a_gap_travel_as_one():
-    pieces = Layout.packed(SHAPES, 1).pieces
-    assert adjacent(pieces) == [pieces]
-    assert adjacent([pieces[0], *pieces[2:]]) == [pieces[:1], pieces[2:]]
+def test_float32_shards_without_a_gap_travel_as_one():
+    shards = Layout.packed(SHAPES, 1).shards
+    assert adjacent(shards) == [shards]
+    assert adjacent([shards[0], *shards[2:]]) == [shards[:1], shards[2:]]

@@ -128,18 +128,18 @@ def check_fallbacks(result, layout, rank, name):
     An all-reduce encodes the own row once more.
     """
     dense = {  # some values, which are not 0
-        piece: name not in ("none", "hadamard")  # a rotated element is itself; the others send it by choice
-        and bytes(encoded(name, values := torch.arange(1.0, 1 + piece.numel), piece.form).numpy())
+        shard: name not in ("none", "hadamard")  # a rotated element is itself; the others send it by choice
+        and bytes(encoded(name, values := torch.arange(1.0, 1 + shard.numel), shard.form).numpy())
         == bytes(values.view(torch.uint8).numpy())
-        for piece in layout.pieces
+        for shard in layout.shards
     }
-    own = [piece for piece in layout.pieces if piece.row == rank]
+    own = [shard for shard in layout.shards if shard.row == rank]
     assert any(dense.values()) == (name in FALL_BACK)
-    for kind, pieces in (("reduce_scatter", layout.pieces), ("all_reduce", [*layout.pieces, *own])):
+    for kind, shards in (("reduce_scatter", layout.shards), ("all_reduce", [*layout.shards, *own])):
         traffic = result[f"{kind} traffic"]
-        assert traffic["fallbacks"] == sum(dense[piece] for piece in pieces), name
-        assert traffic["fallback_elements"] == sum(piece.numel for piece in pieces if dense[piece]), name
-        assert traffic["encoded_elements"] == (0 if name == "none" else sum(piece.numel for piece in pieces)), name
+        assert traffic["fallbacks"] == sum(dense[shard] for shard in shards), name
+        assert traffic["fallback_elements"] == sum(shard.numel for shard in shards if dense[shard]), name
+        assert traffic["encoded_elements"] == (0 if name == "none" else sum(shard.numel for shard in shards)), name
 
 
 def encoded(name, values, form):
@@ -183,7 +183,7 @@ def check_bytes(results, layout, size):
 @pytest.mark.parametrize(("algorithm", "passes"), [("exchange", (1, 2)), ("gather", (3, 3))])
 def test_the_bytes_of_places_are_those_that_travel(turns, algorithm, passes):
     """What is sent of top-k is places and float32 values; a rank sends nothing to itself."""
-    kept = sum(build("topk", density=0.3).kept(piece.numel) for piece in Layout.dim0(SHAPES, 3).pieces)
+    kept = sum(build("topk", density=0.3).kept(shard.numel) for shard in Layout.dim0(SHAPES, 3).shards)
     results = turns(3).run(both_kinds, "dim0", "topk", {"density": 0.3}, {"algorithm": algorithm})
     for kind, times in zip(("reduce_scatter", "all_reduce"), passes, strict=True):
         sent, index = (sum(result[f"{kind} traffic"][key] for result in results) for key in ("sent", "index"))
@@ -208,15 +208,15 @@ def test_sizes_travel_only_where_they_depend_on_the_data(turns):
     results = turns(3).run(both_kinds, "dim0", "ragged", {}, {})
     rows = torch.cat([result["reduce_scatter"] for result in results])
     expected = sum(buffer(layout, rank).clamp_min(0) for rank in range(3)) / 3
-    for piece in layout.pieces:
-        if piece.numel == 1:  # sent as it is
-            expected[piece.place] = exact_mean(layout, 3)[piece.place].float()
+    for shard in layout.shards:
+        if shard.numel == 1:  # sent as it is
+            expected[shard.place] = exact_mean(layout, 3)[shard.place].float()
     torch.testing.assert_close(rows, expected)
     for rank, result in enumerate(results):
         assert result["reduce_scatter closed form"] is result["reduce_scatter traffic"]["closed_form"] is None
-        ragged = [piece for piece in layout.pieces if piece.numel > 1 and piece.row != rank]
-        kept = sum(int((buffer(layout, rank)[piece.place] > 0).sum()) for piece in ragged)
-        single = sum(4 for piece in layout.pieces if piece.numel == 1 and piece.row != rank)
+        ragged = [shard for shard in layout.shards if shard.numel > 1 and shard.row != rank]
+        kept = sum(int((buffer(layout, rank)[shard.place] > 0).sum()) for shard in ragged)
+        single = sum(4 for shard in layout.shards if shard.numel == 1 and shard.row != rank)
         assert result["reduce_scatter traffic"]["sent"] == 8 * kept + single + 8 * len(ragged)
         assert result["reduce_scatter traffic"]["by_op"]["all_to_all"]["calls"] == 2
 
@@ -225,9 +225,9 @@ def test_exempt_parameters_travel_as_float32(turns):
     layout = Layout.dim0(SHAPES, 2)
     results = turns(2).run(both_kinds, "dim0", "int8", {}, {"exempt": Exempt(max_ndim=1)})
     mean = exact_mean(layout, 2)
-    for piece in layout.pieces:
-        error = (results[0]["all_reduce"].double() - mean)[piece.place].abs().max()
-        assert (error < 1e-6) == (len(piece.shape) == 1), piece
+    for shard in layout.shards:
+        error = (results[0]["all_reduce"].double() - mean)[shard.place].abs().max()
+        assert (error < 1e-6) == (len(shard.shape) == 1), shard
     for result in results:
         assert result["all_reduce traffic"]["exempt_elements"] == 8
         assert result["all_reduce traffic"]["elements"] == NUMEL
@@ -289,15 +289,15 @@ def test_all_ranks_agree_on_what_one_rank_met(turns, size, policy, kind):
     assert sum(result[3] for result in results) == 2 * raw_bytes("all_reduce", 1, size) // 4, "one byte per step"
 
 
-def poisoned_pieces(rank, world, group, options):
-    """Whether each step finished: each has NaN at the end of another piece on the last rank, the last step nowhere."""
+def poisoned_shards(rank, world, group, options):
+    """Whether each step finished: each has NaN at the end of another shard on the last rank, the last step nowhere."""
     layout = Layout.dim0(SHAPES, world)
     reducer = Reducer(build("int8"), group, nonfinite="skip", **options)
     finished = []
-    for piece in [*layout.pieces, None]:
+    for shard in [*layout.shards, None]:
         flat = buffer(layout, rank)
-        if rank == world - 1 and piece is not None:
-            flat[piece.place.stop - 1] = math.nan
+        if rank == world - 1 and shard is not None:
+            flat[shard.place.stop - 1] = math.nan
         reducer.all_reduce(flat, layout)
         finished.append(reducer.finish())
     return finished
@@ -308,8 +308,8 @@ def poisoned_pieces(rank, world, group, options):
     [{"algorithm": "exchange"}, {"algorithm": "gather", "error_feedback": True}, {"exempt": Exempt(max_ndim=1)}],
     ids=str,
 )
-def test_a_value_that_is_not_finite_is_met_in_every_piece(turns, options):
-    first, *others = turns(2).run(poisoned_pieces, options)
+def test_a_value_that_is_not_finite_is_met_in_every_shard(turns, options):
+    first, *others = turns(2).run(poisoned_shards, options)
     assert len(first) > len(SHAPES) and first == [False] * (len(first) - 1) + [True]
     assert others == [first]
 

@@ -293,7 +293,7 @@ def reductions(rank, world, group, name):
 
 def by_name(layout, flat):
     """The parameters in a buffer."""
-    found = {name: torch.empty(sum(p.numel for p in layout.pieces if p.name == name)) for name in layout.parameters}
+    found = {name: torch.empty(sum(p.numel for p in layout.shards if p.name == name)) for name in layout.parameters}
     layout.unpack(flat, found)
     return found
 

@@ -1,7 +1,7 @@
 """`compress_gradients` on models that a user sharded over meshes of several dimensions, against the same program alone.
 
 With ``none`` and torch's own collectives the trained parameters are equal; with a codec each gradient is within the
-error that the codec has on one piece.
+error that the codec has on one shard.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ class Way(NamedTuple):
         return (None, None) if algorithm == "native" else (self.kind, self.units if self.strategy == "fsdp1" else None)
 
     def cut(self, world):
-        """The pieces that it makes of the model."""
+        """The shards that it makes of the model."""
         if self.strategy != "fsdp1":
             return by_rows(SHAPES, world)
         layers = tuple(f"layers.{i}." for i in range(3)) if self.units else ()

@@ -65,12 +65,12 @@ def test_a_sample_is_of_one_document_and_all_tokens_are_kept(corpus, output):
     found = {name: tokens for split in samples(output).values() for name, tokens in split.items()}
     for document in documents(corpus):
         names = [document.id] if document.id in found else [f"{document.id}#{k}" for k in range(len(found))]
-        pieces = [found.pop(name) for name in names if name in found]
-        tokens = [token for piece in pieces for token in piece]
+        parts = [found.pop(name) for name in names if name in found]
+        tokens = [token for part in parts for token in part]
         assert tokens[-1] == tokenizer.eos_id and tokenizer.eos_id not in tokens[:-1]
         assert tokenizer.decode(tokens) == document.text
-        assert len(pieces) == math.ceil(len(tokens) / 16)
-        assert all(2 <= len(piece) <= 16 for piece in pieces)
+        assert len(parts) == math.ceil(len(tokens) / 16)
+        assert all(2 <= len(part) <= 16 for part in parts)
     assert not found
 
 

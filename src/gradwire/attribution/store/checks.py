@@ -31,7 +31,7 @@ from gradwire.lm.data.writer import split_of
 RECOMPUTED = 5  # times the tolerance of the gradient type, because the device may differ
 CUSTOM = "gradwire.gradient_checks"
 NAMED = 3  # problems listed per check
-PIECE_BYTES = 1 << 22  # of float32 rows at once
+CHUNK_BYTES = 1 << 22  # of float32 rows at once
 
 RowsOf: TypeAlias = Callable[[Shards | Tokens, Sequence[int]], Mapping[int, Block]]
 """The rows of some samples, by width."""
@@ -310,22 +310,22 @@ def _missing(files: Iterable[Path]) -> list[str]:
 
 def _height(rows: BoundRows) -> int:
     """Return how many rows to read at once."""
-    return max(1, PIECE_BYTES // (4 * rows.codec.dim))
+    return max(1, CHUNK_BYTES // (4 * rows.codec.dim))
 
 
 def _examined(rows: BoundRows, band: Band) -> Problems:
-    """Check each row of a block, in pieces: its numbers, its digest, and its norm.
+    """Check each row of a block, in chunks: its numbers, its digest, and its norm.
 
     Its norm must be plausible for a random projection of the gradient: a χ² test of each row.
     """
     infinite, wrong, unlikely = False, list[int](), list[str]()
     for first in range(0, len(rows.ids), height := _height(rows)):
-        piece = rows.block(first, min(first + height, len(rows.ids)))
-        decoded = piece.rows
+        chunk = rows.block(first, min(first + height, len(rows.ids)))
+        decoded = chunk.rows
         infinite = infinite or not bool(torch.isfinite(decoded).all())
-        wrong += [first + row for row in store.mismatched(piece, rows.identity)]
+        wrong += [first + row for row in store.mismatched(chunk, rows.identity)]
         squares = decoded.double().square().sum(1).tolist()
-        for row, (square, norm) in enumerate(zip(squares, piece.meta["norm"].to_pylist(), strict=True), first):
+        for row, (square, norm) in enumerate(zip(squares, chunk.meta["norm"].to_pylist(), strict=True), first):
             ratio = square / norm**2 if norm else 0.0
             if norm and not band.low <= ratio <= band.high:
                 comparison = f"{ratio:.3g} times that of its gradient, outside {band.low:.3g} to {band.high:.3g}"

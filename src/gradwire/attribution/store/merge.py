@@ -76,7 +76,7 @@ class Merged:
         return prefetch(self._verified(prefetch(self._read())))
 
     def _read(self) -> Iterator[tuple[NDArray[np.int64], Block]]:
-        """Yield the merged block in pieces, with the positions of their rows."""
+        """Yield the merged block in chunks, with the positions of their rows."""
         codec = self.sources[0].codec
         height = min(CHUNK_ROWS, max(1, CHUNK_BYTES // codec.row_bytes))
         for first in range(0, len(self.places), height):
@@ -87,8 +87,8 @@ class Merged:
             chosen = slice(first, first + height)
             yield places, Block(torch.from_numpy(rows), list(self.ids[chosen]), self.meta[chosen], codec)
 
-    def _verified(self, pieces: Iterator[tuple[NDArray[np.int64], Block]]) -> Iterator[NDArray[Any]]:
-        for places, block in pieces:
+    def _verified(self, blocks: Iterator[tuple[NDArray[np.int64], Block]]) -> Iterator[NDArray[Any]]:
+        for places, block in blocks:
             if store.mismatched(block, self.sources[0].identity):
                 for source, here, positions in self._shares(places):
                     source.check(block.take(here), positions)

@@ -250,8 +250,8 @@ def _blocks(reduction: Reduced, group: ops.Group) -> Iterator[tuple[Tensor, Tens
     rows = layout.in_rows(flat)
     delivered = mean if kind == "reduce_scatter" else layout.in_rows(mean)[rank]
     real = torch.zeros(layout.row_numel, dtype=torch.bool, device=flat.device)
-    for piece in layout.rows[rank]:
-        real[layout.place_in_row(piece)] = True
+    for shard in layout.rows[rank]:
+        real[layout.place_in_row(shard)] = True
     for start in range(0, layout.row_numel, BLOCK):
         block = slice(start, start + BLOCK)
         exact = ops.begin_reduce_scatter(rows[:, block].to(torch.float64).contiguous(), group).wait().div_(world)

@@ -20,7 +20,7 @@ from torch import Tensor
 from gradwire.comm.closed_forms import total_bytes
 from gradwire.comm.collectives import ops
 from gradwire.comm.collectives.codec import Codec, Feedback, counted
-from gradwire.comm.collectives.layout import Kind, Layout, Piece
+from gradwire.comm.collectives.layout import Kind, Layout, Shard
 from gradwire.comm.collectives.meter import Meter
 from gradwire.comm.collectives.plan import FLOAT32, Plan, Sizes
 from gradwire.comm.collectives.queue import Request, Task
@@ -167,7 +167,7 @@ class Group(NamedTuple):
 
     Attributes:
         compressor: The compressor.
-        parameters: The parameters, each as one piece.
+        parameters: The parameters, each as one shard.
         form: The shape of x: a parameter's; [parameters, n, m] of stacked matrices; a vector of joined parameters.
         runs: The buffer's elements, in the order of x.
         feedback: Whether what is not sent is kept.
@@ -175,7 +175,7 @@ class Group(NamedTuple):
     """
 
     compressor: Compressor
-    parameters: tuple[Piece, ...]
+    parameters: tuple[Shard, ...]
     form: tuple[int, ...]
     runs: tuple[Run, ...]
     feedback: bool
@@ -185,24 +185,24 @@ class Group(NamedTuple):
     def of(
         cls,
         compressor: Compressor,
-        parameters: Sequence[tuple[Piece, ...]],
+        parameters: Sequence[tuple[Shard, ...]],
         by_row: bool,
         feedback: bool,
         joined: bool,
     ) -> Group:
-        """Put the pieces of parameters one after the other; those of joined ones in the buffer's order."""
-        pieces = [piece for parameter in parameters for piece in parameter]
+        """Put the shards of parameters one after the other; those of joined ones in the buffer's order."""
+        shards = [shard for parameter in parameters for shard in parameter]
         if joined:
-            pieces.sort(key=lambda piece: piece.start)
+            shards.sort(key=lambda shard: shard.start)
         runs: list[Run] = []
         first = 0
-        for piece in pieces:
+        for shard in shards:
             last = runs[-1] if runs else None
-            if last and last.start + last.numel == piece.start and (last.row == piece.row or not by_row):
-                runs[-1] = last._replace(numel=last.numel + piece.numel)
+            if last and last.start + last.numel == shard.start and (last.row == shard.row or not by_row):
+                runs[-1] = last._replace(numel=last.numel + shard.numel)
             else:
-                runs.append(Run(piece.row, piece.start, first, piece.numel))
-            first += piece.numel
+                runs.append(Run(shard.row, shard.start, first, shard.numel))
+            first += shard.numel
         wholes = tuple(map(whole, parameters))
         alone = wholes[0].form if len(wholes) == 1 else (len(wholes), *wholes[0].form)
         return cls(compressor, wholes, (first,) if joined else alone, tuple(runs), feedback, joined)
@@ -290,12 +290,12 @@ class Native(Algorithm):
         world = self.ranks.world
         summed = gathered = 0
         rows: defaultdict[int, list[int]] = defaultdict(lambda: [0] * world)  # by size of an element
-        for pieces in layout.parameters.values():
-            parameter = whole(pieces)
+        for shards in layout.parameters.values():
+            parameter = whole(shards)
             cost = self.codec.of(parameter, "scatter").round_cost(parameter.form, self.codec.method_step)
             summed, gathered = summed + cost.summed, gathered + cost.gathered
-            for piece in pieces:
-                rows[cost.rows // parameter.numel][piece.row] += piece.numel
+            for shard in shards:
+                rows[cost.rows // parameter.numel][shard.row] += shard.numel
         by_row = sum(
             total_bytes(kind, size * (sum(numels) if kind == "all_reduce" else world * max(numels)), world)
             for size, numels in rows.items()
@@ -304,15 +304,15 @@ class Native(Algorithm):
 
     def _groups(self, layout: Layout) -> list[Group]:
         """Return what rounds take at once: joined or stacked parameters, or one."""
-        together: defaultdict[tuple[Any, ...], list[tuple[Piece, ...]]] = defaultdict(list)
-        for pieces in layout.parameters.values():
-            parameter = whole(pieces)
+        together: defaultdict[tuple[Any, ...], list[tuple[Shard, ...]]] = defaultdict(list)
+        for shards in layout.parameters.values():
+            parameter = whole(shards)
             compressor, form = self.codec.of(parameter, "scatter"), parameter.form
             feedback = self.codec.options.feedback is not None and compressor.compresses(form)
             feedback = feedback and compressor is not FLOAT32
             joined = compressor.elementwise(form) and not feedback
             alike = None if joined else form if compressor.stacks(form) else parameter.name
-            together[compressor, feedback, joined, alike].append(pieces)
+            together[compressor, feedback, joined, alike].append(shards)
         return [
             Group.of(compressor, parameters, layout.by_row, feedback, joined)
             for (compressor, feedback, joined, _), parameters in together.items()
@@ -448,9 +448,9 @@ def stacked(states: Sequence[State]) -> State:
     return {key: torch.stack([state[key] for state in states]) for key in keys}
 
 
-def whole(pieces: tuple[Piece, ...]) -> Piece:
-    """Join a parameter's pieces into one."""
-    return pieces[0]._replace(numel=sum(piece.numel for piece in pieces), at=0)
+def whole(shards: tuple[Shard, ...]) -> Shard:
+    """Join a parameter's shards into one."""
+    return shards[0]._replace(numel=sum(shard.numel for shard in shards), at=0)
 
 
 def gather_rows(

@@ -1,4 +1,4 @@
-"""One rank's side of a reduction: the compressor of each piece, and encoding with error feedback.
+"""One rank's side of a reduction: the compressor of each shard, and encoding with error feedback.
 
 Everything that a rank keeps between steps lives here, by parameter and phase: generators, residuals, and the states of
 `rounds`. None of it depends on how a framework groups the parameters.
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from gradwire.base.errors import BadInput
-from gradwire.comm.collectives.layout import Layout, Piece
+from gradwire.comm.collectives.layout import Layout, Shard
 from gradwire.comm.collectives.plan import FLOAT32, Batch, Plan, Table
 from gradwire.comm.collectives.state import Key, Loaded, Phase, check_keys, check_tensors, whole
 from gradwire.comm.compressors import build
@@ -179,7 +179,7 @@ class Codec:
         draws: The number of this rank in the seeds of its generators.
 
     Attributes:
-        feedbacks: Error feedback by parameter, phase and first element of the piece.
+        feedbacks: Error feedback by parameter, phase and first element of the shard.
     """
 
     def __init__(
@@ -203,9 +203,9 @@ class Codec:
         self._held: dict[str, Held] = {}  # what was kept before this step, of parameters that it may not count for
         self._loaded = Loaded()
 
-    def of(self, piece: Piece, phase: Phase) -> Compressor:
-        """Return what encodes a piece at the present step."""
-        return FLOAT32 if self.options.exempt.covers(piece.name, piece.shape) else self._of_phase(phase)
+    def of(self, shard: Shard, phase: Phase) -> Compressor:
+        """Return what encodes a shard at the present step."""
+        return FLOAT32 if self.options.exempt.covers(shard.name, shard.shape) else self._of_phase(phase)
 
     def plan(self, layout: Layout, phase: Phase) -> Plan:
         """Return what is encoded at once at the present step."""
@@ -270,7 +270,7 @@ class Codec:
     def _counted(self, batch: Batch, segments: Segments, wire: Tensor, copies: Callable[[int], int]) -> Counter[str]:
         """Count what a batch encodes, and the bytes of its places; of fixed sizes it is the same in each step."""
         counts = Counter[str]()
-        for group, segment in zip(batch.pieces, segments, strict=True):
+        for group, segment in zip(batch.shards, segments, strict=True):
             encoding = wire[segment.bytes]
             counts["index"] += copies(group[0].row) * batch.compressor.index_bytes(encoding, segment.form)
             counts.update(counted(batch.compressor, segment.form, encoding))
@@ -292,14 +292,14 @@ class Codec:
             batch,
             ("generators", phase, device),
             self._generators,
-            lambda: [self._generator(group[0].name, phase, device) for group in batch.pieces],
+            lambda: [self._generator(group[0].name, phase, device) for group in batch.shards],
         )
 
     def _feedbacks_of(self, batch: Batch, phase: Phase, device: torch.device) -> list[Feedback]:
-        """Return the error feedback of a batch's pieces."""
+        """Return the error feedback of a batch's shards."""
 
         def find() -> list[Feedback]:
-            return [self.feedback(piece, phase, device) for group in batch.pieces for piece in group]
+            return [self.feedback(shard, phase, device) for group in batch.shards for shard in group]
 
         return (
             find() if self.options.ef_reset else self._once(batch, ("feedbacks", phase, device), self.feedbacks, find)
@@ -324,42 +324,42 @@ class Codec:
     def _keep(self, residual: Tensor, batch: Batch, feedbacks: Sequence[Feedback], flags: Tensor) -> None:
         """Keep the errors of an encoding, which are in the tensor from `_residual`, except those that are flagged."""
         if not feedbacks[0].in_place:
-            bad = [flag for group, flag in zip(batch.pieces, flags.split(1), strict=True) for _ in group]
+            bad = [flag for group, flag in zip(batch.shards, flags.split(1), strict=True) for _ in group]
             for feedback, flag, place in zip(feedbacks, bad, batch.elements, strict=True):
                 feedback.close(residual[place], flag)
-        pieces = batch.segments.derive(
-            ("pieces", flags.device),
-            lambda: torch.tensor([len(group) for group in batch.pieces], dtype=torch.int64, device=flags.device),
+        shards = batch.segments.derive(
+            ("shards", flags.device),
+            lambda: torch.tensor([len(group) for group in batch.shards], dtype=torch.int64, device=flags.device),
         )
-        self.note_dropped((flags * pieces).sum(0, keepdim=True))
+        self.note_dropped((flags * shards).sum(0, keepdim=True))
 
-    def feedback(self, piece: Piece, phase: Phase, device: torch.device) -> Feedback:
-        """Return the error feedback of a piece, before its encoding in the present step."""
-        self.meet(piece.name, phase)
-        key, options = (piece.name, phase, piece.at), self.options
+    def feedback(self, shard: Shard, phase: Phase, device: torch.device) -> Feedback:
+        """Return the error feedback of a shard, before its encoding in the present step."""
+        self.meet(shard.name, phase)
+        key, options = (shard.name, phase, shard.at), self.options
         assert options.feedback is not None
         feedback = self.feedbacks.get(key)
         if feedback is None:
             feedback = self.feedbacks[key] = Feedback(
-                options.feedback, piece.numel, decay=options.ef_decay, average=options.ef_average, device=device
+                options.feedback, shard.numel, decay=options.ef_decay, average=options.ef_average, device=device
             )
-            if (residual := self._loaded.residual(piece, phase)) is not None:
-                check_tensors(residual, feedback.state_dict(), f"residuals of {piece.name}")
+            if (residual := self._loaded.residual(shard, phase)) is not None:
+                check_tensors(residual, feedback.state_dict(), f"residuals of {shard.name}")
                 feedback.load_state_dict(residual)
         if options.ef_reset and self.step % options.ef_reset == 0:
             feedback.drop()
         return feedback
 
     def loosen(self) -> None:
-        """Take the residuals, kept as float32, from their pieces: a layout of other ranks cuts parameters elsewhere.
+        """Take the residuals, kept as float32, from their shards: a layout of other ranks cuts parameters elsewhere.
 
-        The next pieces get those of their elements.
+        The next shards get those of their elements.
         """
         self._loaded.loosen({key: feedback.state_dict() for key, feedback in self.feedbacks.items()})
         self.feedbacks = {}
 
     def drop_loose(self) -> None:
-        """Drop the residuals that no piece has taken up."""
+        """Drop the residuals that no shard has taken up."""
         self._loaded.drop_loose()
 
     def hold(self, names: set[str]) -> None:
@@ -409,7 +409,7 @@ class Codec:
 
     @property
     def residuals_dropped(self) -> int:
-        """Pieces whose residual was dropped because a value was not finite."""
+        """Shards whose residual was dropped because a value was not finite."""
         return 0 if self._dropped is None else int(self._dropped)
 
     @property

@@ -1,6 +1,6 @@
 """Layout of the parameters in a flat gradient buffer.
 
-A layout has one row per rank. A `Piece` is a contiguous run of one parameter's elements in one row; the rest is
+A layout has one row per rank. A `Shard` is a contiguous run of one parameter's elements in one row; the rest is
 padding, which is never encoded, sent or counted.
 """
 
@@ -20,7 +20,7 @@ from gradwire.base.errors import RunFault
 Kind = Literal["reduce_scatter", "all_reduce"]
 
 
-class Piece(NamedTuple):
+class Shard(NamedTuple):
     """``flat[start:start + numel]`` is ``parameter.flatten()[at:at + numel]`` and belongs to ``row``."""
 
     name: str
@@ -32,17 +32,17 @@ class Piece(NamedTuple):
 
     @property
     def place(self) -> slice:
-        """The piece's position in the buffer."""
+        """The shard's position in the buffer."""
         return slice(self.start, self.start + self.numel)
 
     @property
     def source(self) -> slice:
-        """The piece's position in its flattened parameter."""
+        """The shard's position in its flattened parameter."""
         return slice(self.at, self.at + self.numel)
 
     @property
     def form(self) -> tuple[int, ...]:
-        """The shape for the codec: a matrix if the piece is whole rows of its parameter, else a vector."""
+        """The shape for the codec: a matrix if the shard is whole rows of its parameter, else a vector."""
         width = math.prod(self.shape[1:])
         if len(self.shape) > 1 and self.at % width == 0 and self.numel % width == 0:
             return self.numel // width, width
@@ -50,21 +50,21 @@ class Piece(NamedTuple):
 
 
 # Why: docs/decisions.md, "An all-reduce takes parameters one after the other".
-@dataclass(frozen=True, eq=False)  # by identity, because comparing all pieces is slow
+@dataclass(frozen=True, eq=False)  # by identity, because comparing all shards is slow
 class Layout:
-    """The pieces of a buffer, in ascending order of ``start``.
+    """The shards of a buffer, in ascending order of ``start``.
 
     Attributes:
         world: Number of ranks, and of rows.
         row_numel: Elements of a row, padding included.
-        pieces: The pieces.
+        shards: The shards.
         by_row: Whether the rows follow each other in the buffer, as a reduce-scatter needs them; else the parameters
             do, without padding.
     """
 
     world: int
     row_numel: int
-    pieces: tuple[Piece, ...]
+    shards: tuple[Shard, ...]
     by_row: bool = True
 
     @classmethod
@@ -72,13 +72,13 @@ class Layout:
         """Cut each parameter along its first dimension, as `torch.chunk` and FSDP2 do.
 
         Row r holds the r-th chunks of all parameters in order, each padded to the size of the first chunk; a parameter
-        with fewer rows than ranks has no piece in the last rows.
+        with fewer rows than ranks has no shard in the last rows.
 
         Args:
             shapes: Name and shape of every parameter, in buffer order.
             world: Number of ranks.
         """
-        pieces = []
+        shards = []
         offset = 0  # of the parameter inside each row
         plan = []
         for name, shape in shapes:
@@ -90,8 +90,8 @@ class Layout:
             for name, shape, numel, chunk, start in plan:
                 at = row * chunk
                 if at < numel:
-                    pieces.append(Piece(name, shape, row, row * offset + start, min(chunk, numel - at), at))
-        return cls(world, offset, tuple(pieces))
+                    shards.append(Shard(name, shape, row, row * offset + start, min(chunk, numel - at), at))
+        return cls(world, offset, tuple(shards))
 
     @classmethod
     def packed(cls, shapes: Iterable[tuple[str, tuple[int, ...]]], world: int) -> Layout:
@@ -101,14 +101,14 @@ class Layout:
             shapes: Name and shape of every parameter, in buffer order.
             world: Number of ranks.
         """
-        pieces: list[Piece] = []
+        shards: list[Shard] = []
         sizes = [0] * world
         for parts in cls.dim0(shapes, world).parameters.values():
-            for piece in parts:
-                start = pieces[-1].place.stop if pieces else 0
-                pieces.append(piece._replace(start=start))
-                sizes[piece.row] += piece.numel
-        return cls(world, max(sizes), tuple(pieces), by_row=False)
+            for shard in parts:
+                start = shards[-1].place.stop if shards else 0
+                shards.append(shard._replace(start=start))
+                sizes[shard.row] += shard.numel
+        return cls(world, max(sizes), tuple(shards), by_row=False)
 
     @classmethod
     def cut(cls, shapes: Iterable[tuple[str | None, tuple[int, ...]]], world: int) -> Layout:
@@ -121,63 +121,63 @@ class Layout:
         """
         shapes = list(shapes)
         row_numel = -(-sum(math.prod(shape) for _, shape in shapes) // world)
-        pieces = []
+        shards = []
         offset = 0  # of the parameter in the buffer
         for name, shape in shapes:
             start, end = offset, offset + math.prod(shape)
             while name is not None and start < end:
                 row = start // row_numel
                 stop = min(end, (row + 1) * row_numel)
-                pieces.append(Piece(name, tuple(shape), row, start, stop - start, start - offset))
+                shards.append(Shard(name, tuple(shape), row, start, stop - start, start - offset))
                 start = stop
             offset = end
-        return cls(world, row_numel, tuple(pieces))
+        return cls(world, row_numel, tuple(shards))
 
     @cached_property
     def numel(self) -> int:
         """Number of elements of the buffer, padding included."""
-        return self.world * self.row_numel if self.by_row else sum(piece.numel for piece in self.pieces)
+        return self.world * self.row_numel if self.by_row else sum(shard.numel for shard in self.shards)
 
     @cached_property
-    def rows(self) -> tuple[tuple[Piece, ...], ...]:
-        """The pieces of each row."""
-        rows: list[list[Piece]] = [[] for _ in range(self.world)]
-        for piece in self.pieces:
-            rows[piece.row].append(piece)
+    def rows(self) -> tuple[tuple[Shard, ...], ...]:
+        """The shards of each row."""
+        rows: list[list[Shard]] = [[] for _ in range(self.world)]
+        for shard in self.shards:
+            rows[shard.row].append(shard)
         return tuple(map(tuple, rows))
 
     @cached_property
-    def parameters(self) -> dict[str, tuple[Piece, ...]]:
-        """The pieces of each parameter, in the order of its elements."""
-        by_name: dict[str, list[Piece]] = {piece.name: [] for piece in self.pieces}
-        for piece in sorted(self.pieces, key=lambda piece: piece.at):
-            by_name[piece.name].append(piece)
-        return {name: tuple(pieces) for name, pieces in by_name.items()}
+    def parameters(self) -> dict[str, tuple[Shard, ...]]:
+        """The shards of each parameter, in the order of its elements."""
+        by_name: dict[str, list[Shard]] = {shard.name: [] for shard in self.shards}
+        for shard in sorted(self.shards, key=lambda shard: shard.at):
+            by_name[shard.name].append(shard)
+        return {name: tuple(shards) for name, shards in by_name.items()}
 
     @cached_property
-    def _starts_in_row(self) -> dict[Piece, int]:
-        """The first element of each piece in its row."""
+    def _starts_in_row(self) -> dict[Shard, int]:
+        """The first element of each shard in its row."""
         if self.by_row:
-            return {piece: piece.start - piece.row * self.row_numel for piece in self.pieces}
+            return {shard: shard.start - shard.row * self.row_numel for shard in self.shards}
         starts = {}
         for row in self.rows:
             end = 0
-            for piece in row:
-                starts[piece], end = end, end + piece.numel
+            for shard in row:
+                starts[shard], end = end, end + shard.numel
         return starts
 
-    def place_in_row(self, piece: Piece) -> slice:
-        """Return a piece's position in its row."""
-        start = self._starts_in_row[piece]
-        return slice(start, start + piece.numel)
+    def place_in_row(self, shard: Shard) -> slice:
+        """Return a shard's position in its row."""
+        start = self._starts_in_row[shard]
+        return slice(start, start + shard.numel)
 
     def in_rows(self, flat: Tensor) -> Tensor:
         """Return a buffer as [world, row_numel], padding 0; a view where the rows follow each other."""
         if self.by_row:
             return flat.view(self.world, self.row_numel)
         rows = flat.new_zeros((self.world, self.row_numel))
-        for piece in self.pieces:
-            rows[piece.row, self.place_in_row(piece)] = flat[piece.place]
+        for shard in self.shards:
+            rows[shard.row, self.place_in_row(shard)] = flat[shard.place]
         return rows
 
     def check(self, flat: Tensor) -> None:
@@ -187,7 +187,7 @@ class Layout:
             RunFault: If its size differs, for example because a parameter got no gradient.
         """
         if flat.shape != (self.numel,):
-            names = [piece.name for piece in self.pieces] or ["no parameter"]
+            names = [shard.name for shard in self.shards] or ["no parameter"]
             raise RunFault(
                 f"a gradient buffer has shape {tuple(flat.shape)}, but {self.numel} elements were expected "
                 f"({names[0]} ... {names[-1]} on {self.world} ranks); did a parameter get no gradient? "
@@ -197,8 +197,8 @@ class Layout:
     @cached_property
     def gaps(self) -> tuple[slice, ...]:
         """The padding."""
-        starts = [0, *(piece.place.stop for piece in self.pieces)]
-        ends = [*(piece.start for piece in self.pieces), self.numel]
+        starts = [0, *(shard.place.stop for shard in self.shards)]
+        ends = [*(shard.start for shard in self.shards), self.numel]
         return tuple(slice(start, end) for start, end in zip(starts, ends, strict=True) if start < end)
 
     def empty(self, device: torch.device) -> Tensor:
@@ -209,15 +209,15 @@ class Layout:
         return flat
 
     @cached_property
-    def _runs(self) -> tuple[Piece, ...]:
-        """The pieces, with contiguous ones of a parameter merged; a merged piece's `row` is undefined."""
-        runs: list[Piece] = []
-        for piece in self.pieces:
+    def _runs(self) -> tuple[Shard, ...]:
+        """The shards, with contiguous ones of a parameter merged; a merged shard's `row` is undefined."""
+        runs: list[Shard] = []
+        for shard in self.shards:
             last = runs[-1] if runs else None
-            if last and (last.name, last.place.stop, last.source.stop) == (piece.name, piece.start, piece.at):
-                runs[-1] = last._replace(numel=last.numel + piece.numel)
+            if last and (last.name, last.place.stop, last.source.stop) == (shard.name, shard.start, shard.at):
+                runs[-1] = last._replace(numel=last.numel + shard.numel)
             else:
-                runs.append(piece)
+                runs.append(shard)
         return tuple(runs)
 
     def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:

@@ -58,7 +58,7 @@ class ParameterGather:
 
     def count(self, layout: Layout) -> None:
         """Count a gather that a framework asks for, whether or not anything is sent for it."""
-        row = sum(piece.numel for piece in layout.rows[self.ranks.rank])
+        row = sum(shard.numel for shard in layout.rows[self.ranks.rank])
         self.raw += (self.ranks.world - 1) * FLOAT32_BYTES * row
 
     def __call__(self, full: Tensor, layout: Layout, *, exact: bool = False) -> None:
@@ -132,8 +132,8 @@ class Replica:
     def reset(self, shards: Mapping[str, Tensor]) -> None:
         """Set the replica to the ranks' exact shards, by name."""
         row = torch.zeros_like(self.own)
-        for piece in self.layout.rows[self.gather.ranks.rank]:
-            row[self.layout.place_in_row(piece)] = shards[piece.name].reshape(-1)
+        for shard in self.layout.rows[self.gather.ranks.rank]:
+            row[self.layout.place_in_row(shard)] = shards[shard.name].reshape(-1)
         self.restore(row)
 
     def restore(self, row: Tensor) -> None:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gradwire.comm.collectives.layout import Layout, Piece
+from gradwire.comm.collectives.layout import Layout, Shard
 from gradwire.comm.compressors import build
 from gradwire.comm.compressors.base import Compressor
 from gradwire.comm.compressors.driver import Onto
@@ -25,7 +25,7 @@ class Batch(NamedTuple):
     Attributes:
         compressor: The compressor.
         segments: Their positions in the values and in the message.
-        pieces: The pieces of each tensor: one; adjacent ones that are sent as float32; or with ``granularity="row"``
+        shards: The shards of each tensor: one; adjacent ones that are sent as float32; or with ``granularity="row"``
             all compressed ones of a row.
         order: The place of each encoding among all of the message.
         places: With ``granularity="row"``, the values' positions in the buffer, from which they are copied; otherwise
@@ -34,7 +34,7 @@ class Batch(NamedTuple):
 
     compressor: Compressor
     segments: Segments
-    pieces: tuple[tuple[Piece, ...], ...]
+    shards: tuple[tuple[Shard, ...], ...]
     order: tuple[int, ...]
     places: tuple[slice, ...] | None
 
@@ -44,13 +44,13 @@ class Batch(NamedTuple):
 
     @property
     def elements(self) -> list[slice]:
-        """The position of each piece in the values."""
+        """The position of each shard in the values."""
         slices = []
-        for group, segment in zip(self.pieces, self.segments, strict=True):
+        for group, segment in zip(self.shards, self.segments, strict=True):
             start = segment.start
-            for piece in group:
-                slices.append(slice(start, start + piece.numel))
-                start += piece.numel
+            for shard in group:
+                slices.append(slice(start, start + shard.numel))
+                start += shard.numel
         return slices
 
     def decode(self, wires: Tensor, segments: Segments, out: Tensor, onto: Onto) -> None:
@@ -76,20 +76,20 @@ class Table(NamedTuple):
     total: int | None
 
     @classmethod
-    def of(cls, rows: Iterable[Sequence[Piece]], compressor: Compressor, exempt: Exempt, granularity: str) -> Table:
-        """Make the table of a buffer with these pieces, by row; see `Plan.of`."""
+    def of(cls, rows: Iterable[Sequence[Shard]], compressor: Compressor, exempt: Exempt, granularity: str) -> Table:
+        """Make the table of a buffer with these shards, by row; see `Plan.of`."""
         by_row = granularity == "row" and compressor is not FLOAT32
-        tensors: tuple[list[tuple[Segment, tuple[Piece, ...], int]], ...] = ([], [])  # compressed, float32
+        tensors: tuple[list[tuple[Segment, tuple[Shard, ...], int]], ...] = ([], [])  # compressed, float32
         sizes: list[list[int | None]] = []
         end = count = gathered = 0  # bytes and encodings of the message so far, and elements gathered
         for row in rows:
-            exact = [compressor is FLOAT32 or exempt.covers(piece.name, piece.shape) for piece in row]
-            coded = tuple(piece for piece, dense in zip(row, exact, strict=True) if not dense)
-            groups = [(False, group) for group in ([coded] if by_row and coded else ((piece,) for piece in coded))]
+            exact = [compressor is FLOAT32 or exempt.covers(shard.name, shard.shape) for shard in row]
+            coded = tuple(shard for shard, dense in zip(row, exact, strict=True) if not dense)
+            groups = [(False, group) for group in ([coded] if by_row and coded else ((shard,) for shard in coded))]
             groups += [(True, group) for group in adjacent(p for p, dense in zip(row, exact, strict=True) if dense)]
             sizes.append([])
             for dense, group in groups:
-                numel = sum(piece.numel for piece in group)
+                numel = sum(shard.numel for shard in group)
                 form = group[0].form if len(group) == 1 and not dense else (numel,)
                 size = (FLOAT32 if dense else compressor).wire_bytes(form)
                 start = gathered if by_row and not dense else group[0].start
@@ -99,9 +99,9 @@ class Table(NamedTuple):
         batches = []
         for drafts, coder, gathers in zip(tensors, (compressor, FLOAT32), (by_row, False), strict=True):
             if drafts:
-                segments, pieces, order = zip(*drafts, strict=True)
-                places = [piece.place for group in pieces for piece in group]
-                batches.append(Batch(coder, Segments(segments), pieces, order, tuple(places) if gathers else None))
+                segments, shards, order = zip(*drafts, strict=True)
+                places = [shard.place for group in shards for shard in group]
+                batches.append(Batch(coder, Segments(segments), shards, order, tuple(places) if gathers else None))
         known = [size for row in sizes for size in row if size is not None]
         return cls(tuple(batches), sizes, sum(known) if len(known) == count else None)
 
@@ -131,12 +131,12 @@ class Plan(NamedTuple):
     """The tables of a buffer.
 
     Attributes:
-        compressor: The compressor of all pieces that are not exempt.
+        compressor: The compressor of all shards that are not exempt.
         whole: The table of the whole buffer, row by row.
         rows: The table of each row, whose positions are relative to it.
         undivided: The table of the whole buffer in its own order, as a single row; with ``granularity="row"`` as
             ``whole``.
-        numel: Elements of all pieces.
+        numel: Elements of all shards.
         exempt: Those of exempt ones.
     """
 
@@ -155,23 +155,23 @@ class Plan(NamedTuple):
             layout: The layout of the buffer.
             compressor: The compressor.
             exempt: The parameters to send as float32.
-            granularity: Encode each ``piece`` separately, or all of a ``row`` together.
+            granularity: ``piece`` encodes each shard separately, ``row`` all of a row together.
         """
         given = compressor, exempt, granularity
-        rows = [[piece._replace(start=layout.place_in_row(piece).start) for piece in row] for row in layout.rows]
+        rows = [[shard._replace(start=layout.place_in_row(shard).start) for shard in row] for row in layout.rows]
         whole = Table.of(layout.rows, *given)
-        undivided = whole if granularity == "row" else Table.of([layout.pieces], *given)
-        exact = sum(piece.numel for piece in layout.pieces if exempt.covers(piece.name, piece.shape))
-        numel = sum(piece.numel for piece in layout.pieces)
+        undivided = whole if granularity == "row" else Table.of([layout.shards], *given)
+        exact = sum(shard.numel for shard in layout.shards if exempt.covers(shard.name, shard.shape))
+        numel = sum(shard.numel for shard in layout.shards)
         return cls(compressor, whole, tuple(Table.of([row], *given) for row in rows), undivided, numel, exact)
 
 
-def adjacent(pieces: Iterable[Piece]) -> list[tuple[Piece, ...]]:
-    """Group pieces, which must be ascending, into runs without a gap."""
-    groups: list[tuple[Piece, ...]] = []
-    for piece in pieces:
-        if groups and groups[-1][-1].place.stop == piece.start:
-            groups[-1] = (*groups[-1], piece)
+def adjacent(shards: Iterable[Shard]) -> list[tuple[Shard, ...]]:
+    """Group shards, which must be ascending, into runs without a gap."""
+    groups: list[tuple[Shard, ...]] = []
+    for shard in shards:
+        if groups and groups[-1][-1].place.stop == shard.start:
+            groups[-1] = (*groups[-1], shard)
         else:
-            groups.append((piece,))
+            groups.append((shard,))
     return groups

@@ -1,6 +1,6 @@
 """The mean of a gradient over the ranks, through a compressor.
 
-A reduce-scatter leaves each rank its row of the mean, an all-reduce leaves all of it everywhere. A codec sees one piece
+A reduce-scatter leaves each rank its row of the mean, an all-reduce leaves all of it everywhere. A codec sees one shard
 of one parameter at a time, so the result depends on the model and on the number of ranks, not on how a framework groups
 its parameters.
 """
@@ -141,7 +141,7 @@ class Reducer:
     identity: nothing is encoded, kept or counted.
 
     Args:
-        compressor: What encodes a piece: a compressor, its name, or a mapping of its ``method`` and options.
+        compressor: What encodes a shard: a compressor, its name, or a mapping of its ``method`` and options.
         group: The ranks; None is the default group.
         seed: Of the codecs' generators. Each parameter, phase and rank draws from a separate generator.
         draws: The number of this rank in their seeds; None is its number in ``group``. It counts data-parallel ranks:
@@ -338,7 +338,7 @@ class Reducer:
         Args:
             flat: Vector of any float type, `layout.numel` elements; not to be changed before the reduction has
                 finished.
-            layout: The pieces of ``flat``; a name represents one vector that is cut anywhere.
+            layout: The shards of ``flat``; a name represents one vector that is cut anywhere.
             then: Called with the mean, in the queue's stream, before ``wait`` returns.
 
         Returns:
@@ -447,7 +447,7 @@ class Reducer:
     def traffic(self) -> dict[str, Any]:
         """This rank's totals since the start, of reductions that have finished: those of `Traffic.totals`.
 
-        Also ``residuals_dropped``: pieces whose residual was lost to a value that was not finite. Those of each part
+        Also ``residuals_dropped``: shards whose residual was lost to a value that was not finite. Those of each part
         are included, and also by themselves under its name.
         """
         totals = {**self._traffic.totals(), "residuals_dropped": self.codec.residuals_dropped}
@@ -472,7 +472,7 @@ class Reducer:
 
     def closed_form(self, layout: Layout, kind: Kind) -> int | None:
         """Return the payload bytes over all ranks of one call at the present step; None if they depend on the data."""
-        self.prepare(kind, sum(piece.numel for piece in layout.pieces))
+        self.prepare(kind, sum(shard.numel for shard in layout.shards))
         return self._algorithm(self.meter).closed_form(layout, kind)
 
     def state_dict(self) -> dict[str, Any]:
@@ -559,7 +559,7 @@ class Reducer:
             return Handle(mean)
         for watch in self._watches:
             watch.begun(layout)
-        self.prepare(kind, sum(piece.numel for piece in layout.pieces))
+        self.prepare(kind, sum(shard.numel for shard in layout.shards))
         if self._queue is None:
             self._queue = build_queue(self.group, flat.device, self.codec.options.overlap)
         if self._kept is not None and not layout.by_row:
@@ -595,7 +595,7 @@ class Reducer:
 
     def _count(self, layout: Layout, kind: Kind) -> None:
         """Count a buffer's elements, and the bytes that this rank would send as float32."""
-        plan, in_row = self.codec.plan(layout, "scatter"), sum(piece.numel for piece in layout.rows[self.rank])
+        plan, in_row = self.codec.plan(layout, "scatter"), sum(shard.numel for shard in layout.rows[self.rank])
         self._traffic.add(
             raw=FLOAT32_BYTES * rank_bytes(kind, plan.numel, in_row, self.world),
             elements=plan.numel,

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from gradwire.base.errors import BadInput
-from gradwire.comm.collectives.layout import Piece
+from gradwire.comm.collectives.layout import Shard
 
 Phase = Literal["scatter", "gather"]  # every rank's gradients to the owners; the owners' means to every rank
-Key: TypeAlias = tuple[str, Phase, int]  # a parameter, a phase, and where the piece begins in the parameter
+Key: TypeAlias = tuple[str, Phase, int]  # a parameter, a phase, and where the shard begins in the parameter
 RESIDUAL = "residual.float32"  # the entry of `Feedback.state_dict` with a residual of that type
 
 RANK = "rank"
@@ -153,7 +153,7 @@ class Loaded:
 
     Args:
         generators: States of generators, by parameter and phase.
-        residuals: Those of pieces.
+        residuals: Those of shards.
         states: Those of `rounds`, by parameter.
 
     Attributes:
@@ -169,10 +169,10 @@ class Loaded:
         self.generators, self.residuals = dict(generators), dict(residuals)
         self.unmet = {name for name, *_ in [*self.generators, *self.residuals]} | states.keys()
         self._met: dict[tuple[str, Phase], int] = {}  # the step in which other parameters were used first
-        self._loose: dict[tuple[str, Phase], list[tuple[int, Tensor]]] = {}  # of pieces that are cut again, by start
+        self._loose: dict[tuple[str, Phase], list[tuple[int, Tensor]]] = {}  # of shards that are cut again, by start
 
     def all_residuals(self) -> dict[Key, dict[str, Tensor]]:
-        """Return the residuals of pieces, also of those that are cut again."""
+        """Return the residuals of shards, also of those that are cut again."""
         loose = {
             (name, phase, at): {RESIDUAL: residual}
             for (name, phase), parts in self._loose.items()
@@ -180,33 +180,33 @@ class Loaded:
         }
         return {**self.residuals, **loose}
 
-    def residual(self, piece: Piece, phase: Phase) -> dict[str, Tensor] | None:
-        """Return a piece's residual, which is then used; None without one."""
-        if (piece.name, phase) not in self._loose:
-            return self.residuals.pop((piece.name, phase, piece.at), None)
-        residual, rest = torch.zeros(piece.numel, dtype=torch.float32, device="cpu"), list[tuple[int, Tensor]]()
-        end = piece.at + piece.numel
-        for at, loose in self._loose.pop((piece.name, phase)):
-            first, last = max(at, piece.at), min(at + loose.numel(), end)
+    def residual(self, shard: Shard, phase: Phase) -> dict[str, Tensor] | None:
+        """Return a shard's residual, which is then used; None without one."""
+        if (shard.name, phase) not in self._loose:
+            return self.residuals.pop((shard.name, phase, shard.at), None)
+        residual, rest = torch.zeros(shard.numel, dtype=torch.float32, device="cpu"), list[tuple[int, Tensor]]()
+        end = shard.at + shard.numel
+        for at, loose in self._loose.pop((shard.name, phase)):
+            first, last = max(at, shard.at), min(at + loose.numel(), end)
             if first >= last:
                 rest.append((at, loose))
                 continue
             residual = residual.to(loose.device)
-            residual[first - piece.at : last - piece.at] = loose[first - at : last - at]
+            residual[first - shard.at : last - shard.at] = loose[first - at : last - at]
             parts = ((at, loose[: first - at]), (last, loose[last - at :]))
             rest += [(start, part) for start, part in parts if part.numel()]
         if rest:
-            self._loose[piece.name, phase] = rest
+            self._loose[shard.name, phase] = rest
         return {RESIDUAL: residual}
 
     def loosen(self, residuals: Mapping[Key, dict[str, Tensor]]) -> None:
-        """Take residuals, and those that were loaded, from their pieces; later pieces get those of their elements."""
+        """Take residuals, and those that were loaded, from their shards; later shards get those of their elements."""
         for (name, phase, at), residual in {**self.residuals, **residuals}.items():
             self._loose.setdefault((name, phase), []).append((at, residual[RESIDUAL].clone()))
         self.residuals = {}
 
     def drop_loose(self) -> None:
-        """Drop the residuals that no piece has taken up."""
+        """Drop the residuals that no shard has taken up."""
         self._loose = {}
 
     def meet(self, name: str, phase: Phase, step: int) -> None:

@@ -433,7 +433,7 @@ class Kept:
         return arrived
 
 
-HAND_MADE = {  # by preset: its method, what that does to a piece, decay of e, outer rate and momentum, algorithm
+HAND_MADE = {  # by preset: its method, what that does to a shard, decay of e, outer rate and momentum, algorithm
     "sparseloco": ("chunktopk+bins", largest_binned, 0.95, 1.0, 0.0, "gather"),
     "muloco": ("bins", binned, 0.9, 0.7, 0.6, "exchange"),
 }
@@ -454,13 +454,13 @@ def test_rounds_of_a_preset_are_the_papers_arithmetic(world, name):
     for number in range(3):
         for key, anchor in anchors.items():
             means = []
-            for piece in cuts[key]:
-                place = slice(piece.at, piece.at + piece.numel)
+            for shard in cuts[key]:
+                place = slice(shard.at, shard.at + shard.numel)
                 given = [deltas[number][key].double().reshape(-1)[place] for deltas, *_ in results]
-                arrived = [own.send((key, "scatter", piece.at), x) for own, x in zip(kept, given, strict=True)]
+                arrived = [own.send((key, "scatter", shard.at), x) for own, x in zip(kept, given, strict=True)]
                 mean = sum(arrived) / 2
-                owner = kept[piece.row]
-                means.append(owner.send((key, "gather", piece.at), mean) if algorithm == "exchange" else mean)
+                owner = kept[shard.row]
+                means.append(owner.send((key, "gather", shard.at), mean) if algorithm == "exchange" else mean)
             mean = torch.cat(means).view(anchor.shape)
             outer[key] = momentum * outer[key] + mean
             anchor -= rate * (mean + momentum * outer[key])
@@ -526,8 +526,8 @@ def rounds_kept(rank, world, group, method, cell, H):
             optimizer.zero_grad()
     residual = defaultdict(lambda: torch.zeros(optimizer.layout.numel, dtype=torch.float64))
     for (name, phase, at), state in reducer.codec.state_dict()["residuals"].items():
-        piece = next(p for p in optimizer.layout.pieces if (p.name, p.at) == (name, at))
-        residual[phase][piece.place] = state["residual.float32"].double()
+        shard = next(p for p in optimizer.layout.shards if (p.name, p.at) == (name, at))
+        residual[phase][shard.place] = state["residual.float32"].double()
     return [(one.flat.double(), one.mean.double()) for one in kept], dict(residual)
 
 

@@ -134,25 +134,25 @@ def simulated(world, steps, method, options, more, plan=ONEBIT_PLAN, frozen_from
     v = {name: torch.zeros_like(p) for name, p in first.items()}
     taken, updates, residuals, after = 0, 0, {}, []
 
-    def sent(values, piece, key):
-        """What the others decode of a piece."""
-        codec = build("none") if exempt.covers(piece.name, piece.shape) else compressor
+    def sent(values, shard, key):
+        """What the others decode of a shard."""
+        codec = build("none") if exempt.covers(shard.name, shard.shape) else compressor
         given = values.float() + (residuals.get(key, 0) if more.get("error_feedback", True) else 0)
-        decoded = codec.decode(codec.encode(given.reshape(piece.form)), piece.form).view(-1)
+        decoded = codec.decode(codec.encode(given.reshape(shard.form)), shard.form).view(-1)
         residuals[key] = given - decoded
         return decoded
 
     def exchanged(tensors):
         """The mean, as all ranks decode it."""
         means = {name: torch.empty(shape, dtype=torch.float64) for name, shape in shapes.items()}
-        for piece in layout.pieces:
+        for shard in layout.shards:
             parts = [
-                sent(own[piece.name].view(-1)[piece.source], piece, (rank, piece)) for rank, own in enumerate(tensors)
+                sent(own[shard.name].view(-1)[shard.source], shard, (rank, shard)) for rank, own in enumerate(tensors)
             ]
             mean = torch.stack(parts).sum(dim=0) / world if world > 1 else parts[0]
             if more.get("algorithm") != "gather":
-                mean = sent(mean, piece, ("owner", piece))
-            means[piece.name].view(-1)[piece.source] = mean.double()
+                mean = sent(mean, shard, ("owner", shard))
+            means[shard.name].view(-1)[shard.source] = mean.double()
         return means
 
     for step in range(steps):

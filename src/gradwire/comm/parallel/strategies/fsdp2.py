@@ -348,10 +348,10 @@ class Row:
     def __init__(self, shapes: Iterable[tuple[str, tuple[int, ...]]], shards: Group, replicas: int) -> None:
         world, rank = (1, 0) if shards is None else (dist.get_world_size(shards), dist.get_rank(shards))
         inside = Layout.dim0(shapes, world)
-        pieces = inside.rows[rank]
+        held = inside.rows[rank]
         self.numel = inside.row_numel
-        self.parameters = {piece.name: inside.place_in_row(piece) for piece in pieces}
-        parts = [(p.name, (p.numel // math.prod(p.shape[1:]), *p.shape[1:])) for p in pieces]
+        self.parameters = {shard.name: inside.place_in_row(shard) for shard in held}
+        parts = [(p.name, (p.numel // math.prod(p.shape[1:]), *p.shape[1:])) for p in held]
         self.layout = Layout.dim0(parts, replicas)
 
 
