@@ -275,12 +275,12 @@ def query(args: argparse.Namespace) -> None:
     show(table, [f"{file.shape[0]:,} rows of {file.shape[1]} columns", "ms"])
 
 
-VERBS = {"methods": methods, "projections": project, "norms": norms, "query": query}
+COMMANDS = {"methods": methods, "projections": project, "norms": norms, "query": query}
 
 
 def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=VERBS)
+    parser.add_argument("what", choices=COMMANDS)
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--samples", type=int, default=64)
@@ -298,7 +298,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--output_dir", type=Path, help="query: folder of the large store; kept if it is there")
     args = parser.parse_args(words)
     torch.set_num_threads(args.threads)
-    VERBS[args.what](args)
+    COMMANDS[args.what](args)
 
 
 if __name__ == "__main__":

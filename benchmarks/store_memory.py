@@ -1,9 +1,9 @@
-"""Peak memory, processor seconds and disk of each verb of a gradient store, over numbers of rows.
+"""Peak memory, processor seconds and disk of each command of a gradient store, over numbers of rows.
 
     python benchmarks/store_memory.py FOLDER [ROWS ...] [--discard_parts]
 
 FOLDER gets 100,000 documents of log-normal lengths, an untrained model of 25,056 parameters, and a store per number of
-rows, of 8,192 columns. Each verb is a process, on one thread.
+rows, of 8,192 columns. Each command is a process, on one thread.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def prepare(folder: Path) -> None:
 
 
 def measured(words: list[str]) -> tuple[float, float]:
-    """Run a verb; return its peak resident memory in MB, and its processor seconds."""
+    """Run a command; return its peak resident memory in MB, and its processor seconds."""
     entry = [sys.executable, "-c", "from gradwire.cli import entry; entry()", "grads", *words]
     child = os.posix_spawn(entry[0], entry, {**os.environ, "OMP_NUM_THREADS": "1"})
     _, status, usage = os.wait4(child, 0)
@@ -50,9 +50,11 @@ def measured(words: list[str]) -> tuple[float, float]:
 
 
 def main(folder: Path, counts: list[int], discard: list[str]) -> None:
-    """Print a line for each verb and number of rows."""
+    """Print a line for each command and number of rows."""
     if not (folder / "model").is_dir():
-        preparing = Process(target=prepare, args=(folder,))  # a verb's peak would begin with the memory of this process
+        preparing = Process(
+            target=prepare, args=(folder,)
+        )  # a command's peak would begin with the memory of this process
         preparing.start()
         preparing.join()
     model, shards = str(folder / "model"), str(folder / "data/shards")

@@ -1,4 +1,4 @@
-"""No module imports itself, light verbs stay light, and a source digest follows the imports; layers: `make lint`.
+"""No module imports itself, light commands stay light, and a source digest follows the imports; layers: `make lint`.
 
 Of `base/source_digest.py`.
 """
@@ -21,7 +21,7 @@ import pytest
 from gradwire.base.errors import BadInput
 from gradwire.base.extras import EXTRAS
 from gradwire.base.source_digest import PACKAGE, closure, imports, module_file, source_digest
-from gradwire.cli import VERBS
+from gradwire.cli import COMMANDS
 
 PACKAGES = {"yaml": "pyyaml", "pydantic_core": "pydantic"}  # by the name that is imported
 HEAVY = ("torch", "transformers", "pandas", "pyarrow", "datasets", "tokenizers", "matplotlib", "tensorboard")
@@ -29,7 +29,7 @@ MAKERS = {  # of tensors, by torch's default type and device unless they are giv
     *("arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace", "logspace", "ones"),
     *("rand", "randint", "randn", "randperm", "scalar_tensor", "tensor", "zeros"),
 }
-VERBS_HERE = sorted(name for name, verb in VERBS.items() if module_file(verb.module))
+COMMANDS_HERE = sorted(name for name, command in COMMANDS.items() if module_file(command.module))
 
 
 def rooms_of(package: Path) -> dict[Path, str]:
@@ -191,27 +191,27 @@ def test_help_imports_the_standard_library_only():
 
 @pytest.fixture(scope="module")
 def helped() -> dict[str, tuple[int, list[str]]]:
-    """For every verb: the exit code of its `--help`, and the heavy modules that it was the first to load."""
+    """For every command: the exit code of its `--help`, and the heavy modules that it was the first to load."""
     script = """if True:
         import json, sys
         from gradwire import cli
-        verbs, heavy = map(json.loads, sys.argv[1:])
+        commands, heavy = map(json.loads, sys.argv[1:])
         found = {}
-        for verb in verbs:
+        for command in commands:
             before = set(sys.modules)
             try:
-                code = cli.main([*verb.split(), "--help"])
+                code = cli.main([*command.split(), "--help"])
             except SystemExit as end:
                 code = end.code
-            found[verb] = code, [name for name in heavy if name in sys.modules and name not in before]
+            found[command] = code, [name for name in heavy if name in sys.modules and name not in before]
         print(json.dumps(found))
         """
-    return in_python(script, json.dumps(VERBS_HERE), json.dumps(HEAVY))
+    return in_python(script, json.dumps(COMMANDS_HERE), json.dumps(HEAVY))
 
 
-@pytest.mark.parametrize("verb", VERBS_HERE)
-def test_help_of_every_verb_is_light(helped, verb):
-    assert helped[verb] == [0, []]
+@pytest.mark.parametrize("command", COMMANDS_HERE)
+def test_help_of_every_command_is_light(helped, command):
+    assert helped[command] == [0, []]
 
 
 def python_imports(module: str) -> set[str]:

@@ -1,6 +1,6 @@
-"""The command line: verbs, exit codes, and how a failure is reported.
+"""The command line: commands, exit codes, and how a failure is reported.
 
-Of `base/errors.py`, `base/failures.py`, `bench/command.py`, `bench/verbs.py`.
+Of `base/errors.py`, `base/failures.py`, `bench/command.py`, `bench/commands.py`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gradwire.base.errors import BadInput, CheckFailed, GradwireError, RunFault,
 from gradwire.base.failures import RANK_FAILURES, reason, refuse_again
 from gradwire.base.strict import Strict
 from gradwire.bench.command import Command
-from gradwire.bench.verbs import Verb
+from gradwire.bench.commands import Entry
 
 
 class Options(Strict):
@@ -29,8 +29,8 @@ class Options(Strict):
 
 
 @pytest.fixture
-def verb(monkeypatch, tmp_path):
-    """Make `grads probe` a verb that does what it is given; its outputs go to the test's folder."""
+def probe(monkeypatch, tmp_path):
+    """Make the command `grads probe`, which does what it is given; its outputs go to the test's folder."""
 
     def make(main) -> Path:
         module = ModuleType("probe")
@@ -38,7 +38,7 @@ def verb(monkeypatch, tmp_path):
         module.output_dir = lambda args: tmp_path
         module.main = main
         monkeypatch.setitem(sys.modules, "probe", module)
-        monkeypatch.setitem(cli.VERBS, "grads probe", Verb("probe", "do what a test says"))
+        monkeypatch.setitem(cli.COMMANDS, "grads probe", Entry("probe", "do what a test says"))
         return tmp_path / "grads_probe.failed.json"
 
     monkeypatch.delenv(RANK_FAILURES, raising=False)
@@ -52,10 +52,10 @@ def raising(error: BaseException):
     return main
 
 
-def test_usage_names_every_verb_and_exit_code(capsys):
+def test_usage_names_every_command_and_exit_code(capsys):
     assert cli.main(["--help"]) == 0
     text = capsys.readouterr().out
-    assert all(f"\n  {name} " in text and known.help in text for name, known in cli.VERBS.items())
+    assert all(f"\n  {name} " in text and known.help in text for name, known in cli.COMMANDS.items())
     assert "75 stopped and resumable" in text
     assert cli.main([]) == 2
     assert cli.main(["--version"]) == 0
@@ -67,33 +67,33 @@ MODEL = "--model_dir model --data_path shards"
 
 @pytest.mark.parametrize("spelling", ["--local-rank", "--local_rank"])
 @pytest.mark.parametrize(
-    ("verb", "flags"),
+    ("name", "flags"),
     [
         ("train", "--data_path shards --output_dir run"),
         ("norms", f"{MODEL} --output_dir norms"),
         ("grads collect", f"{MODEL} --output_path rows --dim 64"),
     ],
 )
-def test_the_local_rank_that_torch_distributed_launch_passes_is_the_verbs(verb, flags, spelling):
-    words = ["--nproc_per_node", "2", "-m", "gradwire", *verb.split(), *flags.split()]
+def test_the_local_rank_that_torch_distributed_launch_passes_is_the_commands(name, flags, spelling):
+    words = ["--nproc_per_node", "2", "-m", "gradwire", *name.split(), *flags.split()]
     *_, passed = config_from_args(torch_launch.parse_args(words))
     given = [word.replace("--local-rank=${local_rank}", f"{spelling}=1") for word in passed]
     command = Command(given[given.index("gradwire") + 1 :])
-    assert given != passed and (command.name, command.arguments.local_rank) == (verb, 1)
+    assert given != passed and (command.name, command.arguments.local_rank) == (name, 1)
 
 
-def test_an_unknown_verb_gets_a_suggestion(capsys):
+def test_an_unknown_command_gets_a_suggestion(capsys):
     assert cli.main(["trian", "--steps", "3"]) == 2
     printed = capsys.readouterr().err
     assert (
-        printed.startswith("gradwire: unknown verb 'trian'. Did you mean 'train' or 'trace'?")
+        printed.startswith("gradwire: unknown command 'trian'. Did you mean 'train' or 'trace'?")
         and printed.count("\n") == 1
     )
 
 
-def test_a_verb_of_two_words_gets_its_arguments(verb):
+def test_a_command_of_two_words_gets_its_arguments(probe):
     seen = []
-    verb(lambda args: seen.append(args.size))
+    probe(lambda args: seen.append(args.size))
     assert cli.main(["grads", "probe", "--size", "7"]) == 0
     assert seen == [7]
 
@@ -119,12 +119,12 @@ def test_a_flag_may_have_dashes_or_underscores(word, form):
         ("train --stepz 3", "gradwire train: the following arguments are required: --data_path, --output_dir. See"),
     ],
 )
-def test_bad_arguments_are_answered_in_one_line(verb, words, said, capsys):
-    verb(lambda args: None)
+def test_bad_arguments_are_answered_in_one_line(probe, words, said, capsys):
+    probe(lambda args: None)
     assert cli.main(words.split()) == 2
     printed = capsys.readouterr().err
-    verb_of_words = " ".join(words.split()[: 2 if words.startswith("grads") else 1])
-    assert said in printed and printed.endswith(f"See `gradwire {verb_of_words} --help`.\n")
+    name = " ".join(words.split()[: 2 if words.startswith("grads") else 1])
+    assert said in printed and printed.endswith(f"See `gradwire {name} --help`.\n")
     assert printed.count("\n") == 1
 
 
@@ -132,8 +132,8 @@ def test_bad_arguments_are_answered_in_one_line(verb, words, said, capsys):
     ("error", "code"),
     [(CheckFailed("row 3 is not its id's.", step=None), 1), (RunFault("disk full.", step=9), 3), (Stopped("bye."), 75)],
 )
-def test_our_own_errors_are_one_line_and_a_file(verb, capsys, error: GradwireError, code):
-    file = verb(raising(error))
+def test_our_own_errors_are_one_line_and_a_file(probe, capsys, error: GradwireError, code):
+    file = probe(raising(error))
     assert cli.main(["grads", "probe"]) == code
     assert capsys.readouterr().err == f"gradwire grads probe: {error}\n"
     written = json.loads(file.read_text())
@@ -143,8 +143,8 @@ def test_our_own_errors_are_one_line_and_a_file(verb, capsys, error: GradwireErr
     )
 
 
-def test_an_unexpected_error_says_so_and_its_file_keeps_the_traceback(verb, capsys):
-    file = verb(raising(KeyError("colour")))
+def test_an_unexpected_error_says_so_and_its_file_keeps_the_traceback(probe, capsys):
+    file = probe(raising(KeyError("colour")))
     assert cli.main(["grads", "probe"]) == 3
     printed = capsys.readouterr().err
     assert printed.startswith("gradwire grads probe: KeyError: 'colour'\n") and "--debug" in printed
@@ -154,8 +154,8 @@ def test_an_unexpected_error_says_so_and_its_file_keeps_the_traceback(verb, caps
 
 
 @pytest.mark.parametrize("error", [KeyError("colour"), BadInput("no such colour.")])
-def test_debug_shows_where_any_failure_happened(verb, capsys, error):
-    verb(raising(error))
+def test_debug_shows_where_any_failure_happened(probe, capsys, error):
+    probe(raising(error))
     assert cli.main(["grads", "probe", "--debug"]) == getattr(error, "exit_code", 3)
     printed = capsys.readouterr().err
     assert printed.count("Traceback") == 1 and printed.endswith(f"gradwire grads probe: {reason(error)}\n")
@@ -168,25 +168,25 @@ def test_a_reader_that_leaves_early_is_no_failure():
         assert running.stderr.read() == ""
 
 
-def test_an_interrupt_is_one_line(verb, capsys):
-    verb(raising(KeyboardInterrupt()))
+def test_an_interrupt_is_one_line(probe, capsys):
+    probe(raising(KeyboardInterrupt()))
     assert cli.main(["grads", "probe"]) == 3
     assert capsys.readouterr().err == "gradwire grads probe: KeyboardInterrupt\n"
 
 
-def test_success_removes_the_failure_file_and_another_code_does_not(verb):
-    file = verb(raising(RunFault("disk full.")))
+def test_success_removes_the_failure_file_and_another_code_does_not(probe):
+    file = probe(raising(RunFault("disk full.")))
     cli.main(["grads", "probe"])
-    verb(lambda args: 1)
+    probe(lambda args: 1)
     assert cli.main(["grads", "probe"]) == 1 and file.exists()
-    verb(lambda args: None)
+    probe(lambda args: None)
     assert cli.main(["grads", "probe"]) == 0 and not file.exists()
 
 
-def test_a_rank_leaves_its_message_to_the_launcher(verb, capsys, monkeypatch, tmp_path):
+def test_a_rank_leaves_its_message_to_the_launcher(probe, capsys, monkeypatch, tmp_path):
     monkeypatch.setenv(RANK_FAILURES, str(tmp_path / "ranks"))
     monkeypatch.setenv("RANK", "4")
-    file = verb(raising(RunFault("disk full.", step=9)))
+    file = probe(raising(RunFault("disk full.", step=9)))
     assert cli.main(["grads", "probe"]) == 3
     assert capsys.readouterr().err == "" and not file.exists()
     written = json.loads((tmp_path / "ranks" / "rank4.json").read_text())
@@ -202,19 +202,19 @@ def test_only_bad_input_is_refused_again(tmp_path):
         refuse_again(tmp_path, "train")
 
 
-def test_bad_input_is_not_tried_again_by_any_verb(verb, capsys):
-    failure = verb(raising(BadInput("no such thing.")))
+def test_bad_input_is_not_tried_again_by_any_command(probe, capsys):
+    failure = probe(raising(BadInput("no such thing.")))
     assert cli.main(["grads", "probe"]) == 2
-    verb(lambda args: None)
+    probe(lambda args: None)
     assert cli.main(["grads", "probe", "--attempt", "2"]) == 2
     assert capsys.readouterr().err == 2 * "gradwire grads probe: no such thing.\n"
     assert cli.main(["grads", "probe"]) == 0 and not failure.exists()
 
 
-def test_a_fault_is_tried_again(verb):
-    verb(raising(RunFault("the disk was full.")))
+def test_a_fault_is_tried_again(probe):
+    probe(raising(RunFault("the disk was full.")))
     assert cli.main(["grads", "probe"]) == 3
-    verb(lambda args: None)
+    probe(lambda args: None)
     assert cli.main(["grads", "probe", "--attempt", "2"]) == 0
 
 

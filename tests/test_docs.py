@@ -82,11 +82,13 @@ def test_the_search_works_from_files(site):
 
 
 def test_the_reference_is_complete(site):
-    verbs, configuration, compressors, python, results = (
+    commands, configuration, compressors, python, results = (
         (site / "reference" / f"{name}.html").read_text(encoding="utf-8")
-        for name in ("verbs", "configuration", "compressors", "python", "results")
+        for name in ("commands", "configuration", "compressors", "python", "results")
     )
-    assert all(f'id="{name.replace(" ", "-")}"' in verbs and f"usage: gradwire {name}" in verbs for name in cli.VERBS)
+    assert all(
+        f'id="{name.replace(" ", "-")}"' in commands and f"usage: gradwire {name}" in commands for name in cli.COMMANDS
+    )
     assert all(f"<code>{key}</code>" in configuration for key in Experiment.model_fields)
     assert all(f'href="compressors/{name}.html"' in compressors for name in available())
     listed = re.findall(r'href="(python/\w+.html|rooms/\w+.html)"', python)

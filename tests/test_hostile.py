@@ -40,23 +40,23 @@ def no_rank(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
-def actions(verb: str) -> list[argparse.Action]:
-    parser = parser_of(verb)
+def actions(command: str) -> list[argparse.Action]:
+    parser = parser_of(command)
     return [action for action in parser._actions if action.dest not in ("help", "attempt", "debug")]
 
 
-EVERY = [(verb, action) for verb in cli.VERBS for action in actions(verb)]
-NUMBERS = [(verb, action) for verb, action in EVERY if isinstance(action.type, Number)]
+EVERY = [(command, action) for command in cli.COMMANDS for action in actions(command)]
+NUMBERS = [(command, action) for command, action in EVERY if isinstance(action.type, Number)]
 
 
 def named(case: tuple[str, argparse.Action]) -> str:
     return f"{case[0]} {case[1].dest}".replace(" ", "-")
 
 
-def required(verb: str, folder: Path, *but: str) -> list[str]:
-    """The flags without which a verb does not start; what they name does not exist."""
-    words = ["--prompt", "x"] if verb == "grads query" and "data_path" not in but else []  # one of three
-    for action in actions(verb):
+def required(command: str, folder: Path, *but: str) -> list[str]:
+    """The flags without which a command does not start; what they name does not exist."""
+    words = ["--prompt", "x"] if command == "grads query" and "data_path" not in but else []  # one of three
+    for action in actions(command):
         if action.option_strings and action.required and action.dest not in but:
             words += [
                 f"--{action.dest}",
@@ -65,13 +65,13 @@ def required(verb: str, folder: Path, *but: str) -> list[str]:
     return words
 
 
-def positional(verb: str, folder: Path) -> list[str]:
+def positional(command: str, folder: Path) -> list[str]:
     given = {"launch": ["--", "compressors"], "compare": [str(folder), str(folder)], "completion": ["bash"]}
-    return given.get(verb, [])
+    return given.get(command, [])
 
 
 def left(folder: Path) -> set[str]:
-    """What is in a folder, apart from the failure files of verbs, which are meant to be there."""
+    """What is in a folder, apart from the failure files of commands, which are meant to be there."""
     return {str(path) for path in folder.rglob("*") if path.is_file() and not path.name.endswith(".failed.json")}
 
 
@@ -83,12 +83,12 @@ def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return printed.err
 
 
-def test_every_number_of_every_verb_has_bounds():
+def test_every_number_of_every_command_has_bounds():
     of_training = set(config.Training.model_fields)  # pydantic looks at these
     open_ended = [
-        named((verb, action))
-        for verb, action in EVERY
-        if action.type in (int, float) and not (verb == "train" and action.dest in of_training)
+        named((command, action))
+        for command, action in EVERY
+        if action.type in (int, float) and not (command == "train" and action.dest in of_training)
     ]
     assert open_ended == []
     assert len(NUMBERS) > 50
@@ -96,11 +96,13 @@ def test_every_number_of_every_verb_has_bounds():
 
 @pytest.mark.parametrize("case", NUMBERS, ids=named)
 def test_a_number_out_of_bounds_is_named(case, tmp_path, capsys):
-    verb, action = case
+    command, action = case
     for word in INTEGERS if action.type.kind is int else FLOATS:
-        words = [*verb.split(), *required(verb, tmp_path, action.dest), f"--{action.dest}={word}"]
-        printed = refused([*words, *positional(verb, tmp_path)], capsys)
-        assert printed.startswith(f"gradwire {verb}: --{action.dest} is {float(word)}" if "n" in word else "gradwire ")
+        words = [*command.split(), *required(command, tmp_path, action.dest), f"--{action.dest}={word}"]
+        printed = refused([*words, *positional(command, tmp_path)], capsys)
+        assert printed.startswith(
+            f"gradwire {command}: --{action.dest} is {float(word)}" if "n" in word else "gradwire "
+        )
         assert f"--{action.dest} is " in printed and "it must be " in printed
     assert left(tmp_path) == set()
 
@@ -198,11 +200,11 @@ def test_the_configuration_refuses_the_same_numbers(change, expected):
 
 
 @pytest.mark.parametrize("place", ["file", "file/below", "/proc/x", "x" * 300])
-@pytest.mark.parametrize("verb", ["tokenize", "train", "grads collect"])
-def test_an_output_folder_that_cannot_be_written(verb, place, tmp_path, capsys):
+@pytest.mark.parametrize("command", ["tokenize", "train", "grads collect"])
+def test_an_output_folder_that_cannot_be_written(command, place, tmp_path, capsys):
     (tmp_path / "file").write_text("kept")
-    flag = "--output_path" if verb == "grads collect" else "--output_dir"
-    words = [*verb.split(), *required(verb, tmp_path, flag.removeprefix("--")), flag, str(tmp_path / place)]
+    flag = "--output_path" if command == "grads collect" else "--output_dir"
+    words = [*command.split(), *required(command, tmp_path, flag.removeprefix("--")), flag, str(tmp_path / place)]
     refused(words, capsys)
     assert [path.name for path in tmp_path.iterdir()] == ["file"] and (tmp_path / "file").read_text() == "kept"
 
@@ -217,19 +219,19 @@ FILES = {
 
 
 @pytest.mark.parametrize("place", ["file/below", "/proc/x", ".", "/dev/null", "x" * 300])
-@pytest.mark.parametrize("verb", FILES)
-def test_an_output_file_that_cannot_be_written(verb, place, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("command", FILES)
+def test_an_output_file_that_cannot_be_written(command, place, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("kept")
-    words = [*FILES[verb].split(), place]
+    words = [*FILES[command].split(), place]
     assert f"{words[-2]}: " in refused(words, capsys)
     assert [path.name for path in tmp_path.iterdir()] == ["file"] and (tmp_path / "file").read_text() == "kept"
 
 
-@pytest.mark.parametrize("verb", ["grads validate --output_dir", "grads aggregate --dim 3 --base_path"])
-def test_a_run_folder_that_is_a_file(verb, tmp_path, capsys):
+@pytest.mark.parametrize("command", ["grads validate --output_dir", "grads aggregate --dim 3 --base_path"])
+def test_a_run_folder_that_is_a_file(command, tmp_path, capsys):
     (tmp_path / "file").write_text("kept")
-    assert "file is not a gradient collection: " in refused([*verb.split(), str(tmp_path / "file")], capsys)
+    assert "file is not a gradient collection: " in refused([*command.split(), str(tmp_path / "file")], capsys)
     assert (tmp_path / "file").read_text() == "kept"
 
 
@@ -249,7 +251,7 @@ def test_a_cache_that_cannot_be_written(by, tmp_path, monkeypatch, capsys):
     assert left(tmp_path) == {f"{tmp_path}/corpus.json"}
 
 
-def test_launch_looks_at_the_outputs_and_numbers_of_its_verb(tmp_path, capsys):
+def test_launch_looks_at_the_outputs_and_numbers_of_its_command(tmp_path, capsys):
     launch = ["launch", "--world_size", "2", "--", "train", "--data_path", "nowhere", "--output_dir"]
     assert "/proc/x cannot be written" in refused([*launch, "/proc/x"], capsys)
     assert "--seed is -1" in refused([*launch, str(tmp_path), "--seed", "-1"], capsys)
@@ -314,20 +316,20 @@ def test_a_folder_of_locks_that_cannot_be_written(place, tmp_path, monkeypatch, 
 
 
 INPUTS = [
-    (verb, action)
-    for verb, action in EVERY
+    (command, action)
+    for command, action in EVERY
     if action.type is flags.path and action.option_strings and action.dest not in WRITTEN
 ]
 
 
 @pytest.mark.parametrize("case", INPUTS, ids=named)
 def test_an_input_that_cannot_be(case, tmp_path, capsys):
-    verb, action = case
+    command, action = case
     (tmp_path / "file").write_text("kept")
     for path in (f"{tmp_path}/{'x' * 300}", f"{tmp_path}/file/below", "/proc/x/y"):
-        words = [*verb.split(), *required(verb, tmp_path, action.dest), f"--{action.dest}={path}"]
-        printed = refused([*words, *positional(verb, tmp_path)], capsys)
-        assert "x" * 300 not in path or printed.startswith(f"gradwire {verb}: --{action.dest}: ")
+        words = [*command.split(), *required(command, tmp_path, action.dest), f"--{action.dest}={path}"]
+        printed = refused([*words, *positional(command, tmp_path)], capsys)
+        assert "x" * 300 not in path or printed.startswith(f"gradwire {command}: --{action.dest}: ")
 
 
 @pytest.fixture
@@ -341,12 +343,12 @@ def special(tmp_path):
 
 @pytest.mark.parametrize("case", INPUTS, ids=named)
 def test_an_input_that_never_ends(case, special, tmp_path, capsys):
-    verb, action = case
+    command, action = case
     for path, kind in special.items():
-        words = [*verb.split(), *required(verb, tmp_path, action.dest), f"--{action.dest}={path}"]
-        printed = refused([*words, *positional(verb, tmp_path)], capsys)
+        words = [*command.split(), *required(command, tmp_path, action.dest), f"--{action.dest}={path}"]
+        printed = refused([*words, *positional(command, tmp_path)], capsys)
         assert printed == (
-            f"gradwire {verb}: --{action.dest}: {path} is a {kind}, not a regular file: give a file on a disk.\n"
+            f"gradwire {command}: --{action.dest}: {path} is a {kind}, not a regular file: give a file on a disk.\n"
         )
 
 

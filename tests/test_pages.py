@@ -51,7 +51,7 @@ RUN = (
     "docs/how-to/own-data.md",
     "docs/how-to/own-script.md",
     "docs/how-to/report.md",
-    "docs/how-to/verbs.md",
+    "docs/how-to/commands.md",
 )
 LONG_S = 3600  # of the longest block
 ELSEWHERE = {  # first line of a block: what runs it

@@ -190,7 +190,7 @@ class Study:
 
 
 def run(folder: Path, *commands: Sequence[Any]) -> float:
-    """Run subcommands of `gradwire grads` that fill a folder, unless it is full; return the seconds that they took."""
+    """Run commands of `gradwire grads` that fill a folder, unless it is full; return the seconds that they took."""
     file = folder / "seconds.json"
     if not file.is_file():
         shutil.rmtree(folder, ignore_errors=True)  # of a call that was killed: its time would be that of the rest

@@ -15,8 +15,8 @@ import torch
 from gpu.part import DEVICE, SMALL, Part, Row, run, synchronize
 from gpu.workers import Ranks, alone
 
+from gradwire.bench.codecs.bench import measure
 from gradwire.bench.codecs.cases import CHAINS, VARIANTS, Case, cases, torch_cases
-from gradwire.bench.codecs.verb import measure
 from gradwire.comm.compressors import build, registry
 from gradwire.comm.compressors.segments import Segments
 from gradwire.lm.models import causal

@@ -1,6 +1,6 @@
 """A hook of MkDocs: the pages of reference/, generated from the program itself.
 
-Verbs from their ``--help``, the configuration from its JSON schema, a page per compressor from the registry, fields
+Commands from their ``--help``, the configuration from its JSON schema, a page per compressor from the registry, fields
 of a result from their class. A page per public name and per room of the package is filled in by mkdocstrings.
 """
 
@@ -116,10 +116,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
-def verbs() -> str:
-    """What every verb's ``--help`` prints."""
-    parts = ["# Verbs", "What `gradwire VERB --help` prints.", block(printed("--help"))]
-    for name in sorted(cli.VERBS):
+def commands() -> str:
+    """What every command's ``--help`` prints."""
+    parts = ["# Commands", "What `gradwire COMMAND --help` prints.", block(printed("--help"))]
+    for name in sorted(cli.COMMANDS):
         parts += [f"## {name}", block(printed(*name.split(), "--help"))]
     return "\n\n".join(parts)
 
@@ -304,7 +304,7 @@ def block(text: str) -> str:
 
 
 PAGES: dict[str, Callable[[], str]] = {
-    "verbs": verbs,
+    "commands": commands,
     "configuration": configuration,
     "compressors": compressors,
     "results": results,

@@ -1,4 +1,4 @@
-"""The command line: runs a verb and reports its failure."""
+"""The command line: runs a command and reports its failure."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from gradwire.base.failures import (
 )
 from gradwire.base.flags import check_words
 from gradwire.base.source_digest import PACKAGE
-from gradwire.bench.command import Command, verb_of
+from gradwire.bench.command import Command, split_command
+from gradwire.bench.commands import COMMANDS
 from gradwire.bench.launch import links
-from gradwire.bench.verbs import VERBS
 
 LIBRARIES = tuple({Path(sysconfig.get_path(kind)) for kind in ("purelib", "platlib")})
 FROM_TORCH = "(Triggered internally at "  # in a warning of torch's C++ code, which names the Python file that called it
@@ -43,8 +43,8 @@ def main(words: Sequence[str]) -> int:
             print(__version__ if "--version" in words[:1] else usage())
             return DONE if words else BAD_INPUT
         check_words(words)
-        name, _ = verb_of(words)
-        program, module_name = f"gradwire {name}", VERBS[name].module
+        name, _ = split_command(words)
+        program, module_name = f"gradwire {name}", COMMANDS[name].module
         return Command(words).run()
     except (Exception, KeyboardInterrupt) as raised:
         error = missing(raised, module_name) or raised
@@ -52,7 +52,7 @@ def main(words: Sequence[str]) -> int:
             return exit_code(error)
         if reader_left(error):
             return FAULT
-        if "--debug" in words:  # also if parsing failed, and for a verb that `launch` runs
+        if "--debug" in words:  # also if parsing failed, and for a command that `launch` runs
             sys.stderr.write(where(error))
         print(f"{program}: {reason(error)}", file=sys.stderr)
         if unexpected(error) and "--debug" not in words:
@@ -62,11 +62,12 @@ def main(words: Sequence[str]) -> int:
 
 def usage() -> str:
     """The text of ``gradwire --help``."""
-    width = max(map(len, VERBS))
-    lines = "\n".join(f"  {name:<{width}}  {verb.help}" for name, verb in VERBS.items())
+    width = max(map(len, COMMANDS))
+    lines = "\n".join(f"  {name:<{width}}  {command.help}" for name, command in COMMANDS.items())
     return (
         f"gradwire {__version__}: a benchmark and library for gradient compression in data-parallel training\n\n"
-        f"usage: gradwire VERB [options]     `gradwire VERB --help` lists a verb's options\n\nverbs:\n{lines}\n\n"
+        f"usage: gradwire COMMAND [options]     `gradwire COMMAND --help` lists a command's options\n\n"
+        f"commands:\n{lines}\n\n"
         "exit codes: 0 success, 1 check failed, 2 bad input, 3 run failed, 75 stopped and resumable"
     )
 

@@ -66,7 +66,7 @@ def warmup(tmp_path_factory):
 
 
 def select(checkpoints, base, *words):
-    """Run the verb on the chats and their copies."""
+    """Run the command on the chats and their copies."""
     corpus = write(base / "train.jsonl", [*TRAIN, *COPIES])
     tasks = [str(write(base / f"{name}.jsonl", documents)) for name, documents in TASKS.items()]
     given = ["--data_path", str(corpus), "--validation", *tasks, "--checkpoints", str(checkpoints)]

@@ -1,4 +1,4 @@
-"""Run a verb of `grads`, and kill it with SIGKILL while the store's file of a given number is written."""
+"""Run a command of `grads`, and kill it with SIGKILL while the store's file of a given number is written."""
 
 from __future__ import annotations
 

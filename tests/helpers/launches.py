@@ -1,4 +1,4 @@
-"""Launches of the verb `probe` of `rank_verb.py`, as processes of their own, and what they leave."""
+"""Launches of the command `probe` of `rank_command.py`, as processes of their own, and what they leave."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from gradwire.bench.launch.ranks import THREADS
 
-PROBE = Path(__file__).with_name("rank_verb.py")
+PROBE = Path(__file__).with_name("rank_command.py")
 CLEAN = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", *THREADS)}
 
 

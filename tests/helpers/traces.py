@@ -1,4 +1,4 @@
-"""Traces laid out as torch.profiler's, made of events whose times are known, and what the verb makes of them."""
+"""Traces laid out as torch.profiler's, made of events whose times are known, and what the command makes of them."""
 
 from __future__ import annotations
 

@@ -289,7 +289,7 @@ def dataset_flags(*names):
 
 
 def attempt_of(wildcards, attempt):
-    """The number of the attempt; a verb does not retry after bad input."""
+    """The number of the attempt; a command does not retry after bad input."""
     return attempt
 
 

@@ -1,4 +1,4 @@
-"""Options of gradient rows that verbs, the configuration and a store's provenance share. Free of heavy imports."""
+"""Options of gradient rows that commands, the configuration and a store's provenance share. Free of heavy imports."""
 
 from __future__ import annotations
 

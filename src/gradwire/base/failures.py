@@ -1,4 +1,4 @@
-"""Failure reports: a file next to the verb's outputs, and a message from each rank to its launcher."""
+"""Failure reports: a file next to the command's outputs, and a message from each rank to its launcher."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TIMED_OUT = ("Timed out", "timed out", "timeout", "Timeout")
 
 
 def exit_code(error: BaseException) -> int:
-    """The exit code of a verb that raised ``error``."""
+    """The exit code of a command that raised ``error``."""
     return error.exit_code if isinstance(error, GradwireError) else FAULT
 
 
@@ -77,40 +77,40 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
-def failure_file(folder: Path, verb: str) -> Path:
-    """``<verb>.failed.json`` in the folder of the verb's outputs."""
-    return Path(folder) / f"{verb.replace(' ', '_')}.failed.json"
+def failure_file(folder: Path, command: str) -> Path:
+    """``<command>.failed.json`` in the folder of the command's outputs."""
+    return Path(folder) / f"{command.replace(' ', '_')}.failed.json"
 
 
 # Why: docs/decisions.md, "The reason of a failed job is in its failure file".
-def write_failure(folder: Path, verb: str, error: BaseException) -> None:
-    """Write why a verb failed, its exit code, the rank (null without ranks) and the last completed step.
+def write_failure(folder: Path, command: str, error: BaseException) -> None:
+    """Write why a command failed, its exit code, the rank (null without ranks) and the last completed step.
 
     An unexpected error includes its traceback. If the file cannot be written, such as on a full disk, a note is
     printed to stderr.
     """
-    path = failure_file(folder, verb)
+    path = failure_file(folder, command)
     try:
-        failure = {"verb": verb, "rank": getattr(error, "rank", None), **_summary(error)}
+        failure = {"verb": command, "rank": getattr(error, "rank", None), **_summary(error)}
         write_json(path, failure | {"traceback": where(error) if unexpected(error) else ""})
     except (RunFault, OSError) as problem:
         print(f"gradwire: NOTE: {problem}", file=sys.stderr)
 
 
-def clear_failure(folder: Path, verb: str) -> None:
-    """Remove this verb's failure file, if any."""
-    path = failure_file(folder, verb)
+def clear_failure(folder: Path, command: str) -> None:
+    """Remove this command's failure file, if any."""
+    path = failure_file(folder, command)
     if path.exists():
         path.unlink(missing_ok=True)  # another rank may remove it first
 
 
-def refuse_again(folder: Path, verb: str) -> None:
-    """Refuse to retry a verb that failed on bad input: it would fail again.
+def refuse_again(folder: Path, command: str) -> None:
+    """Refuse to retry a command that failed on bad input: it would fail again.
 
     Raises:
         BadInput: If the earlier attempt ended with exit code 2, with its reason.
     """
-    path = failure_file(folder, verb)
+    path = failure_file(folder, command)
     if path.exists() and (failure := read_json(path))["exit_code"] == BadInput.exit_code:
         raise BadInput(failure["reason"])
 

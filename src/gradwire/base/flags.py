@@ -1,6 +1,6 @@
 """Types of flags: numbers with bounds, and paths. Free of heavy imports.
 
-A type converts the text of a flag. `check_paths` and `check_numbers` check all flags before a verb runs, so verbs
+A type converts the text of a flag. `check_paths` and `check_numbers` check all flags before a command runs, so commands
 check no bounds. Fields of the configuration use the same bounds.
 """
 

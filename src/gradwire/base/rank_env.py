@@ -1,4 +1,4 @@
-"""The rank of this process, from a distributed verb's flags or torchrun's environment. Free of torch."""
+"""The rank of this process, from a distributed command's flags or torchrun's environment. Free of torch."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class RankOptions(RankEnvOptions):
 
 
 def rank_options(options: Any) -> dict[str, Any]:
-    """Keyword arguments for :func:`gradwire.comm.collectives.world.process_group` from a verb's options.
+    """Keyword arguments for :func:`gradwire.comm.collectives.world.process_group` from a command's options.
 
     Raises:
         BadInput: If the flags disagree with torchrun's environment, are incomplete or out of range.
@@ -84,7 +84,7 @@ def rank_env(given: Mapping[str, Any], environment: Mapping[str, str]) -> RankEn
     if env.world_size > 1 and "rank" not in chosen:
         raise BadInput(
             f"--world_size {env.world_size} without --rank: "
-            f"start the ranks with `gradwire launch --world_size {env.world_size} -- VERB ...`, or pass it to each."
+            f"start the ranks with `gradwire launch --world_size {env.world_size} -- COMMAND ...`, or pass it to each."
         )
     if not 0 <= env.rank < env.world_size:
         raise BadInput(

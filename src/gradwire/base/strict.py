@@ -1,6 +1,6 @@
 """Strict models: unknown keys are errors; a message has the place, what is given and what is allowed.
 
-A verb's flags are the fields of such a model.
+A command's flags are the fields of such a model.
 """
 
 from __future__ import annotations
@@ -266,7 +266,7 @@ def to_flags(settings: BaseModel, *names: str) -> list[str]:
     """Return the flags for ``settings``: ``["--steps", "60", "--no-profile", ...]``; None and empty tuples are omitted.
 
     Args:
-        settings: A model whose fields are flags of a verb.
+        settings: A model whose fields are flags of a command.
         names: Only these fields; default: all.
     """
     words: list[str] = []

@@ -1,8 +1,8 @@
-"""A command: a verb with its flags, which it checks and runs.
+"""Runs a command: checks its flags, calls its module, and writes down why it failed.
 
-A verb is a module with ``Options`` (a model whose fields are the flags) and ``main(options)``, and optionally
+A command is a module with ``Options`` (a model whose fields are the flags) and ``main(options)``, and optionally
 ``preflight(options)`` (checks before any rank starts, in a process that only does that), ``output_dir(options)`` (the
-output folder, for ``<verb>.failed.json``) and ``PRELOAD`` (slow imports of each rank, which `launch` imports once).
+output folder, for ``<command>.failed.json``) and ``PRELOAD`` (slow imports of each rank, which `launch` imports once).
 Heavy imports are inside functions to keep ``gradwire --help`` and Snakemake fast.
 """
 
@@ -74,41 +74,41 @@ class Parser(argparse.ArgumentParser):
             raise unknown("/".join(action.option_strings) or action.dest, str(value), map(str, action.choices))
 
 
-def verbs() -> dict[str, Any]:
-    """Return the table of verbs, found by its name: a new verb changes the source digest of no other one."""
-    table: dict[str, Any] = importlib.import_module("gradwire.bench.verbs").VERBS
+def commands() -> dict[str, Any]:
+    """Return the table of commands, imported by its name: a new one changes the source digest of no other."""
+    table: dict[str, Any] = importlib.import_module("gradwire.bench.commands").COMMANDS
     return table
 
 
-def verb_of(words: Sequence[str]) -> tuple[str, list[str]]:
-    """Split a command into its verb (one or two words) and the verb's arguments.
+def split_command(words: Sequence[str]) -> tuple[str, list[str]]:
+    """Split words into the name of a command (one or two words) and its arguments.
 
-    ``python -m torch.distributed.launch`` puts ``--local-rank=N`` in front of the verb, which is an argument of it.
+    ``python -m torch.distributed.launch`` puts ``--local-rank=N``, an argument of the command, in front of the name.
 
     Raises:
-        BadInput: If the verb is unknown.
+        BadInput: If the command is unknown.
     """
     if words and LOCAL_RANK.fullmatch(words[0]):
-        name, rest = verb_of(words[1:])
+        name, rest = split_command(words[1:])
         return name, [*rest, words[0]]
     for length in (2, 1):
         name = " ".join(words[:length])
-        if name in verbs() and len(words) >= length:
+        if name in commands() and len(words) >= length:
             return name, list(words[length:])
-    raise unknown("verb", " ".join(words[:1]), verbs())
+    raise unknown("command", " ".join(words[:1]), commands())
 
 
 def parser_of(name: str) -> Parser:
-    """The parser of a verb's flags."""
+    """The parser of a command's flags."""
     from gradwire.base.strict import add_flags
 
     parser = Parser(
         prog=f"gradwire {name}",
-        description=verbs()[name].help + ".",
+        description=commands()[name].help + ".",
         formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
-    add_flags(parser, importlib.import_module(verbs()[name].module).Options)
+    add_flags(parser, importlib.import_module(commands()[name].module).Options)
     parser.add_argument(
         "--attempt",
         type=COUNT,
@@ -120,25 +120,25 @@ def parser_of(name: str) -> Parser:
 
 
 class Command:
-    """A verb with its arguments.
+    """A command with its arguments.
 
     Args:
-        words: The verb and its arguments.
+        words: Its name and its arguments.
 
     Attributes:
-        name: The verb.
+        name: Its name.
         module: Its module.
         arguments: The parsed arguments.
-        inner: The command that `launch` runs on each rank; None for other verbs.
+        inner: The command that `launch` runs on each rank; None for other commands.
         folder: While it runs, the folder of its failure file: that of its outputs, or of those of ``inner``.
 
     Raises:
-        BadInput: If the verb is unknown, or an argument is unknown, invalid or missing.
+        BadInput: If the command is unknown, or an argument is unknown, invalid or missing.
     """
 
     def __init__(self, words: Sequence[str]) -> None:
-        self.name, rest = verb_of(words)
-        self.module = importlib.import_module(verbs()[self.name].module)
+        self.name, rest = split_command(words)
+        self.module = importlib.import_module(commands()[self.name].module)
         self._parser = parser_of(self.name)
         self.arguments = self._parser.parse_args(rest)
         self.inner = Command(self.arguments.command) if self.name == "launch" else None
@@ -146,7 +146,7 @@ class Command:
 
     @property
     def options(self) -> Any:
-        """The verb's options.
+        """The command's options.
 
         Raises:
             BadInput: If a value is out of range.
@@ -156,7 +156,7 @@ class Command:
         return from_flags(self.module.Options, self.arguments)
 
     def run(self) -> int:
-        """Check the arguments and run the verb; a failure is written next to its outputs, a success removes it.
+        """Check the arguments and run the command; a failure is written next to its outputs, a success removes it.
 
         Returns:
             The exit code.
@@ -185,7 +185,7 @@ class Command:
         return code
 
     def output_folder(self) -> Path | None:
-        """Return the folder of the verb's outputs, created and checked; None if it has none."""
+        """Return the folder of the command's outputs, created and checked; None if it has none."""
         folder: Path | None = self.module.output_dir(self.arguments) if hasattr(self.module, "output_dir") else None
         if folder is not None:
             check_folder(folder)

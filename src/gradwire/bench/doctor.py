@@ -1,4 +1,4 @@
-"""The verb ``doctor``: shows what this machine supports and what is missing, and tests ranks on it."""
+"""The command ``doctor``: shows what this machine supports and what is missing, and tests ranks on it."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def multi_gpu(gpus: int, port: int) -> None:
 
 
 def step(title: str, words: list[str]) -> None:
-    """Run a verb and print whether it succeeds.
+    """Run a command and print whether it succeeds.
 
     Raises:
         CheckFailed: If it does not.

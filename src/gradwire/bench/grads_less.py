@@ -1,4 +1,4 @@
-"""The verb ``grads less``: select training data for validation data, as LESS does (Xia et al., 2024, section 4).
+"""The command ``grads less``: select training data for validation data, as LESS does (Xia et al., 2024, section 4).
 
 At each checkpoint of a warm-up training, the steps that Adam would make for training samples are compared with the
 gradients of validation samples. It runs `grads collect`, `grads aggregate` and `grads influence`, and writes the

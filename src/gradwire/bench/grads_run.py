@@ -1,4 +1,4 @@
-"""The verb ``grads run``: collect, aggregate and validate from one configuration file."""
+"""The command ``grads run``: collect, aggregate and validate from one configuration file."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def output_dir(options: Options) -> Path:
 
 
 def main(options: Options) -> None:
-    """Run the steps in order; a failed step ends the verb, and the next call resumes there.
+    """Run the steps in order; a failed step ends the command, and the next call resumes there.
 
     Raises:
         BadInput: If the configuration is invalid.

@@ -1,4 +1,4 @@
-"""The verb ``init``: writes a configuration with every field, its default and its meaning."""
+"""The command ``init``: writes a configuration with every field, its default and its meaning."""
 
 from __future__ import annotations
 

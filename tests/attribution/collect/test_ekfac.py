@@ -1,4 +1,4 @@
-"""EK-FAC against dense matrices in float64, its identities, its verb, and what is refused.
+"""EK-FAC against dense matrices in float64, its identities, its command, and what is refused.
 
 Of `factors.py`.
 """
@@ -132,7 +132,7 @@ def test_batches_change_nothing(small):
 
 @pytest.fixture(scope="module")
 def collected(small, tmp_path_factory):
-    """The factors by the verb; stores of the training samples and of queries under the curvature."""
+    """The factors by the command; stores of the training samples and of queries under the curvature."""
     base = tmp_path_factory.mktemp("stores")
     assert run("factors", small, "--output_dir", base / "factors", "--damping", 0.2) == 0
     for name, split in (("train", "train"), ("queries", "val")):
@@ -143,9 +143,9 @@ def collected(small, tmp_path_factory):
     return base
 
 
-def run(verb, small, *words):
+def run(command, small, *words):
     given = ["--model_dir", small.model, "--data_path", small.shards, *words]
-    return cli.main(["grads", verb, *map(str, given)])
+    return cli.main(["grads", command, *map(str, given)])
 
 
 def test_the_rows_are_the_preconditioned_gradients_projected(small, collected):

@@ -237,12 +237,12 @@ def test_a_mixture_of_experts_is_refused_by_name(small, tmp_path, capsys, kind, 
     shutil.copytree(small.model, mixture, ignore=shutil.ignore_patterns("SHA256SUMS"))
     AutoConfig.for_model(kind, num_hidden_layers=1, hidden_size=16, num_attention_heads=2).save_pretrained(mixture)
     words = ["--model_dir", str(mixture), "--data_path", str(small.shards)]
-    for verb, more in (
+    for command, more in (
         ("collect", ["--output_path", str(run), "--dim", "36"]),
         ("factors", ["--output_dir", str(run)]),
     ):
         capsys.readouterr()
-        assert cli.main(["grads", verb, *words, *more]) == 2
+        assert cli.main(["grads", command, *words, *more]) == 2
         assert f"is a mixture of {count} experts ({kind}), which has no gradient rows" in capsys.readouterr().err
     assert {file.suffix for file in run.iterdir()} == {".json"}, "the failures alone"
 

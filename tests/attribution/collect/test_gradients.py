@@ -374,11 +374,11 @@ def test_a_ranks_rows_that_are_lost_are_joined_again(small, alone, tmp_path):
 @pytest.mark.parametrize(
     "launch",
     [
-        pytest.param([], id="verb"),
+        pytest.param([], id="command"),
         pytest.param(["launch", "--world_size", "1", "--"], id="launch", marks=pytest.mark.full),
     ],
 )
-def test_a_reader_that_leaves_is_no_failure_of_the_verb(alone, tmp_path, launch):
+def test_a_reader_that_leaves_is_no_failure_of_the_command(alone, tmp_path, launch):
     run, (reading, writing) = copied(alone, tmp_path / "run"), os.pipe()
     os.close(reading)
     words = [*launch, "grads", "aggregate", "--base_path", str(run), "--dim", "64"]
@@ -567,7 +567,9 @@ def test_aggregating_removes_what_a_killed_call_left_whatever_its_flags(alone, t
     killed.communicate()
     assert len(list((run / "dim64").glob("*.part"))) == 10
     assert cli.main(["grads", "aggregate", "--base_path", str(run), "--dim", "64"]) == 0
-    assert len(list((run / "dim64").glob("*.part"))) == 6, "those of the living one, and notes.txt, no file of the verb"
+    assert len(list((run / "dim64").glob("*.part"))) == 6, (
+        "those of the living one, and notes.txt, no file of the command"
+    )
     living.communicate()
     assert living.returncode == 0
     assert len(list((run / "dim64").glob("*.part"))) == 1
@@ -676,7 +678,7 @@ def longer(small, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "verb",
+    "command",
     [
         "perplexity",
         "norms --output_dir out",
@@ -686,12 +688,12 @@ def longer(small, tmp_path_factory):
         "train --output_dir out --model",
     ],
 )
-def test_samples_longer_than_the_models_positions_are_refused(small, longer, tmp_path, monkeypatch, capsys, verb):
+def test_samples_longer_than_the_models_positions_are_refused(small, longer, tmp_path, monkeypatch, capsys, command):
     monkeypatch.chdir(tmp_path)
-    train = verb.startswith("train")
+    train = command.startswith("train")
     model = [str(small.model), "--tokenizer", str(small.model)] if train else ["--model_dir", str(small.model)]
     for data in (longer,) if train else (longer, small.corpus):
-        words = [*verb.split(), *[str(data)] * verb.endswith("query_path"), *model, "--data_path", str(data)]
+        words = [*command.split(), *[str(data)] * command.endswith("query_path"), *model, "--data_path", str(data)]
         assert cli.main([*words, "--max_length", str(MAX_LENGTH + 1), "--device", "cpu"]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert f"{MAX_LENGTH} positions" in line
@@ -813,8 +815,8 @@ def test_aggregating_refuses_what_the_run_has_not(unmerged_pair, tmp_path, capsy
     assert "was collected by 2 ranks" in answer("--dim", "64", "--num_gpus", "3")
     assert sorted(run.rglob("*")) == before
     assert "collect.json is missing" in answer("--dim", "64", base=tmp_path / "none")
-    for verb in (["validate", "--output_dir"], ["index", "--store"]):
-        assert cli.main(["grads", *verb, str(tmp_path / "none")]) == 2
+    for command in (["validate", "--output_dir"], ["index", "--store"]):
+        assert cli.main(["grads", *command, str(tmp_path / "none")]) == 2
     capsys.readouterr()
     assert not (tmp_path / "none").exists()
     (run / "rank_1/dim64/all_orig.pt").unlink()
@@ -1196,8 +1198,8 @@ def test_a_provenance_of_other_types_is_bad_input(small, pair, tmp_path, capsys,
     run.mkdir()
     stored = json.loads((pair / "collect.json").read_text())
     (run / "collect.json").write_text(json.dumps(change(stored)))
-    for verb in (["validate", "--output_dir", str(run)], ["aggregate", "--base_path", str(run), "--dim", "64"]):
-        assert cli.main(["grads", *verb]) == 2
+    for command in (["validate", "--output_dir", str(run)], ["aggregate", "--base_path", str(run), "--dim", "64"]):
+        assert cli.main(["grads", *command]) == 2
         printed = capsys.readouterr().err
         assert message in printed and "collect.json" in printed and "Traceback" not in printed
 

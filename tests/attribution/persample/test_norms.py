@@ -245,7 +245,7 @@ def test_the_ranks_share_the_layers_out():
         assert max(loads) <= 1.3 * min(loads)
 
 
-# --- the verb
+# --- the command
 
 
 def words(small, output, *more):
@@ -258,7 +258,7 @@ def rows_of_a_rank(rank, ranks, group, options):
     return table_of.collect(shards, options, World(rank, rank, ranks, "gloo", torch.device("cpu")))
 
 
-def test_the_verb_writes_one_table_whatever_the_ranks(world, small, tmp_path):
+def test_the_command_writes_one_table_whatever_the_ranks(world, small, tmp_path):
     assert cli.main(words(small, tmp_path / "one")) == 0
     table = pq.read_table(tmp_path / "one" / "norms.parquet").to_pylist()
     shards = Shards(small.shards, "train")
@@ -299,7 +299,7 @@ def test_a_method_of_choice_and_halved_batches_give_the_same_norms(small, tmp_pa
         norms.check_agree("a", math.nan, math.nan)
 
 
-def test_bad_input_of_the_verb(small, tmp_path, capsys):
+def test_bad_input_of_the_command(small, tmp_path, capsys):
     assert cli.main(words(small, tmp_path, "--batch_size", "0")) == 2
     assert "--batch_size is 0" in capsys.readouterr().err
     assert json.loads((tmp_path / "norms.failed.json").read_text())["exit_code"] == 2

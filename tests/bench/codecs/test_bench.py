@@ -1,6 +1,6 @@
 """`bench compressors`: what is counted, printed and refused; no test depends on a time.
 
-Of `codecs/cases.py`, `codecs/verb.py`.
+Of `codecs/cases.py`, `codecs/bench.py`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 from samples import normal
 
 from gradwire import cli
+from gradwire.bench.codecs import bench
 from gradwire.bench.codecs import cases as bench_cases
-from gradwire.bench.codecs import verb
 from gradwire.bench.codecs.cases import CHAINS, VARIANTS, Case, cases, size, torch_cases
 from gradwire.comm.compressors import available, build
 from gradwire.comm.compressors.methods.none import Uncompressed
@@ -62,7 +62,7 @@ def test_a_run_prints_a_table_and_writes_what_it_measured(tmp_path, capsys):
 
 def test_the_error_is_that_of_each_parameter_encoded_alone():
     int8, gradient = build("int8"), [normal((4, 5)), normal((256, 3))]
-    result = verb.measure([Case("int8", int8)], CPU, 20, SHORT, matrices=gradient)
+    result = bench.measure([Case("int8", int8)], CPU, 20, SHORT, matrices=gradient)
     (record,) = result["records"]
     lost = sum(float((int8.decode(int8.encode(g), g.shape) - g).double().square().sum()) for g in gradient)
     total = sum(float(g.double().square().sum()) for g in gradient)
@@ -155,7 +155,7 @@ def test_memory_is_watched():
     def fill():
         return torch.ones(16_000_000)
 
-    peak = verb.peak_bytes(fill, CPU)
+    peak = bench.peak_bytes(fill, CPU)
     if peak is None:
         pytest.skip("this system does not tell")
     assert 63e6 < peak < 70e6
@@ -177,7 +177,7 @@ def test_torchs_own_operations_do_the_job():
 
 def test_the_sample_gradient_is_the_same_every_time():
     before = torch.get_rng_state()
-    first, second, other = (verb.sample_gradient(seed) for seed in (3, 3, 4))
+    first, second, other = (bench.sample_gradient(seed) for seed in (3, 3, 4))
     assert torch.equal(before, torch.get_rng_state())
     assert all(torch.equal(*pair) and pair[0].any() and pair[0].ndim == 2 for pair in zip(first, second, strict=True))
     assert not torch.equal(first[0], other[0])
@@ -185,5 +185,5 @@ def test_the_sample_gradient_is_the_same_every_time():
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_run_on_cuda():
-    result = verb.measure(cases(["int8", "topk"]), torch.device("cuda"), 2**16)
+    result = bench.measure(cases(["int8", "topk"]), torch.device("cuda"), 2**16)
     assert not [record for record in result["records"] if record["error"] or record["encode_peak_bytes"] is None]

@@ -385,9 +385,9 @@ def defaults_of(*models: type[BaseModel]) -> dict[str, object]:
 
 
 def flag_defaults() -> dict[tuple[str, str], object]:
-    """The default of each verb's each flag, where it has one."""
+    """The default of each command's each flag, where it has one."""
     found = {}
-    for name in cli.VERBS:
+    for name in cli.COMMANDS:
         parser = parser_of(name)
         found |= {(name, action.dest): action.default for action in parser._actions if not action.required}
     return {key: default for key, default in found.items() if default is not None}

@@ -11,11 +11,11 @@ import launches
 import pytest
 
 from gradwire import cli
+from gradwire.bench.commands import Entry
 from gradwire.bench.launch import fork, leases, ranks
 from gradwire.bench.launch import launch as launching
-from gradwire.bench.verbs import Verb
 
-PRELOAD = ("gradwire.comm.parallel", "gradwire.bench.training.measure", "rank_verb")
+PRELOAD = ("gradwire.comm.parallel", "gradwire.bench.training.measure", "rank_command")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -40,7 +40,7 @@ def launch(template, monkeypatch, capfd) -> Callable[..., CompletedProcess[str]]
         monkeypatch.delenv(name)
     monkeypatch.setenv(fork.SHARED, template)
     monkeypatch.setenv(leases.FOLDER, launches.CLEAN[leases.FOLDER])
-    monkeypatch.setitem(cli.VERBS, "probe", Verb("rank_verb", "do what a test says"))
+    monkeypatch.setitem(cli.COMMANDS, "probe", Entry("rank_command", "do what a test says"))
     monkeypatch.setattr(launching, "RANK", (sys.executable, str(launches.PROBE)))
 
     def launched(*args, launcher: str = "fork", **options) -> CompletedProcess[str]:

@@ -204,7 +204,7 @@ def test_preflight_ends_it_before_any_rank_starts(launch, tmp_path):
 
 def test_a_size_of_its_own_must_agree(launch, tmp_path):
     ended = launch(tmp_path, {}, probe=("--world_size", "3"))
-    assert ended.returncode == 2 and "--world_size 3 for the verb" in ended.stderr
+    assert ended.returncode == 2 and "--world_size 3 for the command" in ended.stderr
     assert launch(tmp_path, {}, probe=("--world_size", "2")).returncode == 0
 
 

@@ -62,7 +62,7 @@ def test_a_line_that_cannot_be_used_is_a_warning(folder, tmp_path):
         (["compare", "FOLDER", "FOLDER"], lambda printed: printed["all_bytes_ratio"][0]["verdict"] == "equal"),
     ],
 )
-def test_verbs_print_json(folder, words, found, capsys):
+def test_commands_print_json(folder, words, found, capsys):
     assert main([str(folder) if word == "FOLDER" else word for word in [*words, "--json"]]) == 0
     assert found(json.loads(capsys.readouterr().out))
 

@@ -1,4 +1,4 @@
-"""summarize: rows merged from what verbs leave in run folders, statistics over seeds, failures with their reasons.
+"""summarize: rows merged from what commands leave in run folders, statistics over seeds, failures with their reasons.
 
 Of `rows/runs.py`, `summarize.py`, `tables/cells.py`, `tables/results.py`, `tables/summary.py`.
 """

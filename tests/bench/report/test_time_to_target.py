@@ -189,7 +189,7 @@ def test_time_steps_and_bytes_to_each_target(tmp_path):
     ask(tmp_path, runs, ppl=[60, 40], relative_to="none")
     curves = [[80, 60, 50], [80, 70, 55], [70, 59, 51], [90, 55, 54], [99, 98, 97]]
     for run, ms, ppls in zip(runs, (10, 12, 4, 5, 6), curves, strict=True):
-        loss = math.log(ppls[-1]) - 2e-7  # the verb perplexity rounds differently
+        loss = math.log(ppls[-1]) - 2e-7  # the command perplexity rounds differently
         add(tmp_path, run, ms, ppls, bytes_compressed_total=600, val_loss=loss)
         if run.compressor == "diloco":
             with_bytes(tmp_path, run, 100)

@@ -1,4 +1,4 @@
-"""The cost model on rows of a known law, closed forms against simulated messages, and the verb predict.
+"""The cost model on rows of a known law, closed forms against simulated messages, and the command predict.
 
 Of `report/predict.py`, `tables/measurements.py`, `tables/predictions.py`, `collective_costs.py`.
 """

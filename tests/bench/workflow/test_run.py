@@ -111,7 +111,7 @@ def test_the_page_shows_twenty_mistakes_and_no_other():
     assert len(SHOWN) >= 20 and len(COMMANDS) == 3 and SHOWN.keys() - COMMANDS <= MISTAKES.keys()
 
 
-def test_a_missing_file_names_the_verb_that_writes_one(tmp_path, monkeypatch, capsys):
+def test_a_missing_file_names_the_command_that_writes_one(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert cli.main(["run"]) == 2
     assert capsys.readouterr().err == "gradwire run: there is no file experiment.yaml: `gradwire init` writes one.\n"

@@ -49,7 +49,7 @@ def test_simulated_ranks_have_one_process_and_no_trace(checkout):
     assert "mpi=srun" not in printed
 
 
-def test_every_verb_knows_its_attempt(checkout):
+def test_every_command_knows_its_attempt(checkout):
     checkout.configure(SMALL)
     shown = checkout.snakemake("-n", "-p")
     commands = [line for line in shown.stdout.splitlines() if "Shell command" in line]

@@ -75,20 +75,25 @@ BAD = {
 
 
 @pytest.mark.parametrize(
-    ("case", "verb"),
-    [(case, verb) for case in BAD for verb in ("tokenize", "download") if (case, verb) != ("too small", "download")],
+    ("case", "command"),
+    [
+        (case, command)
+        for case in BAD
+        for command in ("tokenize", "download")
+        if (case, command) != ("too small", "download")
+    ],
 )
-def test_bad_input_is_one_message_and_leaves_nothing(case, verb, tmp_path, capsys):
+def test_bad_input_is_one_message_and_leaves_nothing(case, command, tmp_path, capsys):
     content, message = BAD[case]
     (tmp_path / "in.json").write_bytes(content)
     output = tmp_path / "out"
     download = ["download", "--source", "json", "--data_path", f"{tmp_path}/in.json", "--output", f"{output}/c.json"]
-    words = download if verb == "download" else tokenize_words(tmp_path / "in.json", output)
+    words = download if command == "download" else tokenize_words(tmp_path / "in.json", output)
     assert main(words) == 2
     error = capsys.readouterr().err
     printed = [line for line in error.splitlines() if "fewer than --vocab_size" not in line]  # a note on a tiny corpus
     assert len(printed) == 1 and message in printed[0] and "in.json" in printed[0]
-    assert [file.name for file in output.rglob("*")] == [f"{verb}.failed.json"]
+    assert [file.name for file in output.rglob("*")] == [f"{command}.failed.json"]
 
 
 def test_a_missing_corpus_is_bad_input(tmp_path, capsys):

@@ -42,12 +42,12 @@ def write(path, documents):
 
 
 @pytest.mark.parametrize("name", ["c.json", "c.jsonl"])
-@pytest.mark.parametrize("verb", ["tokenize", "download"])
-def test_a_report_has_every_invalid_document(tmp_path, capsys, verb, name):
+@pytest.mark.parametrize("command", ["tokenize", "download"])
+def test_a_report_has_every_invalid_document(tmp_path, capsys, command, name):
     corpus = write(tmp_path / name, mixed())
     download = ["download", "--source", "json", "--data_path", str(corpus), "--output"]
     download += [str(tmp_path / "out" / "c.json")]
-    assert cli.main(download if verb == "download" else tokenize_words(corpus, tmp_path / "out")) == 2
+    assert cli.main(download if command == "download" else tokenize_words(corpus, tmp_path / "out")) == 2
     first, *lines, last = capsys.readouterr().err.splitlines()
     assert first.endswith(f"{name}: 5 documents are invalid:") and last.endswith("leave them out by --skip_invalid.")
     for place, line, (document, reason) in zip(PLACES, lines, WRONG, strict=True):

@@ -103,7 +103,7 @@ def test_a_source_keeps_the_contract(name, tmp_path):
 
 
 @every_source
-def test_a_source_is_a_dataset_and_a_verb(name, tmp_path):
+def test_a_source_is_a_dataset_and_a_command(name, tmp_path):
     options = example(name, tmp_path / "in")
     made = Dataset(source=name, **options)
     assert made.corpus_folder == Dataset(source=name, **options).corpus_folder

@@ -136,22 +136,22 @@ READERS = {
 }
 
 
-@pytest.mark.parametrize("verb", READERS)
-def test_every_verb_refuses_a_model_with_a_flipped_bit(small, tmp_path, capsys, monkeypatch, verb):
+@pytest.mark.parametrize("command", READERS)
+def test_every_command_refuses_a_model_with_a_flipped_bit(small, tmp_path, capsys, monkeypatch, command):
     monkeypatch.setattr("sys.stdin", io.StringIO("wire"))
     shutil.copytree(small.model, tmp_path / "m")
     flip(tmp_path / "m" / "model.safetensors", -3)  # the lowest bits of a number: no loss would show it
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "perplexity.json").write_text("good")
-    words = [word.format(shards=small.shards, out=tmp_path / "out") for word in READERS[verb]]
-    assert cli.main([*verb.split(), "--model_dir", str(tmp_path / "m"), *words]) == 2
+    words = [word.format(shards=small.shards, out=tmp_path / "out") for word in READERS[command]]
+    assert cli.main([*command.split(), "--model_dir", str(tmp_path / "m"), *words]) == 2
     printed = capsys.readouterr()
     assert f"{tmp_path}/m/model.safetensors is not as it was saved: its SHA-256 is not that in" in printed.err
     assert printed.out == "" and printed.err.count("\n") == 1
     assert (tmp_path / "out" / "perplexity.json").read_text() == "good"
     assert {path.name for path in (tmp_path / "out").iterdir()} <= {
         "perplexity.json",
-        f"{verb}.failed.json".replace(" ", "_"),
+        f"{command}.failed.json".replace(" ", "_"),
     }
 
 
@@ -175,14 +175,14 @@ def with_code(small, path, architecture):
     (path / "code.py").write_text(f"from pathlib import Path\nPath({str(path / 'ran')!r}).touch()\n{code}")
 
 
-@pytest.mark.parametrize(("verb", "known"), [("generate", True), ("generate", False), ("train", False)])
-def test_code_in_a_model_folder_is_never_run(small, tmp_path, capsys, monkeypatch, verb, known):
+@pytest.mark.parametrize(("command", "known"), [("generate", True), ("generate", False), ("train", False)])
+def test_code_in_a_model_folder_is_never_run(small, tmp_path, capsys, monkeypatch, command, known):
     model, out = tmp_path / "m", tmp_path / "run"
     with_code(small, model, "gpt2" if known else "mine")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))  # what transformers would take for a yes
     words = ["generate", "--model_dir", str(model), "--max_new_tokens", "2"]
-    if verb == "train":
+    if command == "train":
         words = ["train", "--model", str(model), "--data_path", str(small.shards), "--output_dir", str(out)]
     assert cli.main(words) == (0 if known else 2)
     printed = capsys.readouterr()

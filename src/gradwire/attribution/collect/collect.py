@@ -1,4 +1,4 @@
-"""The verb ``grads collect``: projected per-sample gradients of a saved model, each row bound to its sample id."""
+"""The command ``grads collect``: projected per-sample gradients of a saved model, each row bound to its sample id."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The verb ``grads factors``: the curvature that ``grads collect --grad_type ekfac`` takes gradients under."""
+"""The command ``grads factors``: the curvature that ``grads collect --grad_type ekfac`` takes gradients under."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The verb ``norms``: write per-sample gradient norms to ``norms.parquet``, in data order."""
+"""The command ``norms``: write per-sample gradient norms to ``norms.parquet``, in data order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The verb ``grads validate``: check that row i belongs to id i, in the ranks' files and the merged ones."""
+"""The command ``grads validate``: check that row i belongs to id i, in the ranks' files and the merged ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The verb ``grads influence``: rank training samples by gradient similarity to validation samples.
+"""The command ``grads influence``: rank training samples by gradient similarity to validation samples.
 
 The score of a training sample for a validation sample is Σ_c w_c · s(train_c, validation_c) over checkpoints c, with
 normalised learning rates w_c. s is the inner product or cosine of the projected gradients, with ``--curvature`` under

@@ -1,4 +1,4 @@
-"""The verb ``grads query``: the samples of a store whose gradients are nearest to that of a text.
+"""The command ``grads query``: the samples of a store whose gradients are nearest to that of a text.
 
 The query's gradient is computed as the store's rows were, from the store's own manifest: model, adapter, loss, gradient
 type, projection and seed. Scores are those of ``grads influence`` with the query as validation samples.

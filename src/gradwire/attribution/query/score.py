@@ -1,4 +1,4 @@
-"""The verb ``grads score``: scores of every sample for a few queries, in one pass and without rows.
+"""The command ``grads score``: scores of every sample for a few queries, in one pass and without rows.
 
 The whole gradients of the queries stay in memory, [Q, n]; those of the samples stream past them, and only their
 products or cosines are written. Nothing is projected, so scores are exact where those of `grads influence` are

@@ -1,4 +1,4 @@
-"""The verb ``grads aggregate``: merge the ranks' rows into one matrix, one row per sample, in data order.
+"""The command ``grads aggregate``: merge the ranks' rows into one matrix, one row per sample, in data order.
 
 The ranks keep their files, unless they are discarded: then they keep ids and tables only, and a repeated call reads
 the merged rows.
@@ -102,7 +102,7 @@ def of_ranks(origin: Provenance) -> str:
 
 
 def check_asked(origin: Provenance, collection: Path, num_gpus: int | None, dims: Sequence[int]) -> None:
-    """Check that a collection folder matches the arguments of a verb.
+    """Check that a collection folder matches the arguments of a command.
 
     Raises:
         BadInput: If it was collected by a different number of ranks, or lacks one of these widths.

@@ -1,1 +1,1 @@
-"""The subcommand ``bench compressors``: one file per part of it."""
+"""The command ``bench compressors``: one file per part of it."""

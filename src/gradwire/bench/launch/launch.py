@@ -1,4 +1,4 @@
-"""The verb ``launch``: checks a verb's input, runs the verb on several ranks and reports the first failure once."""
+"""The command ``launch``: checks a command's input, runs it on several ranks and reports the first failure once."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ class Options(Strict):
     tensorboard: bool = Field(
         False, description="show a training in TensorBoard, on a free port that is printed, until it ends"
     )
-    command: Annotated[tuple[str, ...], Positional("VERB")] = Field(
-        description="the verb to run on each rank, with its flags, after --"
+    command: Annotated[tuple[str, ...], Positional("COMMAND")] = Field(
+        description="the command to run on each rank, with its flags, after --"
     )
 
     @property
@@ -78,7 +78,7 @@ def _board(options: Options, command: Command) -> AbstractContextManager[None]:
     """TensorBoard for the run, if it is asked for.
 
     Raises:
-        BadInput: If the verb writes nothing that TensorBoard shows, or TensorBoard could not be reached.
+        BadInput: If the command writes nothing that TensorBoard shows, or TensorBoard could not be reached.
     """
     if not options.tensorboard:
         return nullcontext()
@@ -97,7 +97,7 @@ def start_ranks(options: Options, command: Command) -> None:
     if options.world_size == "auto":
         options = options.model_copy(update={"world_size": _rank_per_gpu(options, command)})
     _check_size(options, command.arguments)
-    leases.folder()  # checked before the verb's data
+    leases.folder()  # checked before the command's data
     if options.link == UNSHAPED and options.nodes == 1:
         check_address(options.master_addr, options.master_port)
     if options.link != UNSHAPED:
@@ -120,7 +120,7 @@ def _rank_per_gpu(options: Options, command: Command) -> int:
     """Return the number of this machine's GPUs.
 
     Raises:
-        BadInput: If there are none, the verb uses none, or there are several machines.
+        BadInput: If there are none, the command uses none, or there are several machines.
     """
     from gradwire.comm.collectives.world import detect_gpus
 
@@ -135,7 +135,7 @@ def _rank_per_gpu(options: Options, command: Command) -> int:
 
 
 def _check_link(options: Options, command: Command) -> None:
-    """Raise if the link is invalid, or it and the verb's flags disagree on islands."""
+    """Raise if the link is invalid, or it and the command's flags disagree on islands."""
     link_rate(options.link)
     islands = getattr(command.arguments, "islands", 1)
     if islands != 1 or between_islands(options.link):
@@ -150,7 +150,7 @@ def _wanted_gpus(options: Options, child: argparse.Namespace) -> int:
 
 
 def _check_input(options: Options, command: Command, launcher: str | Template) -> None:
-    """Run the verb's checks: in a fork of the template, or here if there is none, where torchrun imports torch too."""
+    """Run the command's checks: in a fork of the template, or here without one, where torchrun imports torch too."""
     if not isinstance(launcher, Template):
         command.module.preflight(command.options)
         return
@@ -193,7 +193,7 @@ def _start(options: Options, command: Command, launcher: str | Template) -> None
 
 
 def _check_size(options: Options, child: argparse.Namespace) -> None:
-    """Raise if the ranks cannot be split over the nodes, lack GPUs, or disagree with the verb's own flag."""
+    """Raise if the ranks cannot be split over the nodes, lack GPUs, or disagree with the command's own flag."""
     if options.nodes != 1:
         _check_nodes(options)
     if options.gpus is not None and options.gpus < options.ranks:
@@ -203,7 +203,9 @@ def _check_size(options: Options, child: argparse.Namespace) -> None:
         )
     given = getattr(child, "world_size", None)
     if given not in (None, options.ranks):
-        raise BadInput(f"`launch --world_size {options.ranks}` but --world_size {given} for the verb: omit the second.")
+        raise BadInput(
+            f"`launch --world_size {options.ranks}` but --world_size {given} for the command: omit the second."
+        )
 
 
 def _check_nodes(options: Options) -> None:

@@ -107,7 +107,7 @@ def start(
 
 
 def check(command: Sequence[str], template: Template) -> None:
-    """Run the checks of a verb in a fork of the template.
+    """Run the checks of a command in a fork of the template.
 
     Args:
         command: The full command line of a rank.

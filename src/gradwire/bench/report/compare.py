@@ -1,4 +1,4 @@
-"""The verb ``compare``: differences of cells between two experiments, paired by seed, with tests of significance."""
+"""The command ``compare``: differences of cells between two experiments, paired by seed, with tests of significance."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The verb ``predict``: which compressor wins at a world size, bandwidth and latency, from cells measured on links.
+"""The command ``predict``: which compressor wins at a world size, bandwidth and latency, from cells measured on links.
 
 `bench.statistics.cost_model` is fitted to the rows of ``results.jsonl``, and tested by predicting each link from the
 others.

@@ -1,4 +1,4 @@
-"""The verb ``report``: one self-contained page of results, with its figures and tables as files."""
+"""The command ``report``: one self-contained page of results, with its figures and tables as files."""
 
 from __future__ import annotations
 

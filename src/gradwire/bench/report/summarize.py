@@ -1,4 +1,4 @@
-"""The verb ``summarize``: all runs of an experiment as ``results.jsonl``, ``results.csv`` and ``summary.md``."""
+"""The command ``summarize``: all runs of an experiment as ``results.jsonl``, ``results.csv`` and ``summary.md``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The verb ``trace``: break down the time of profiled steps, from all ranks' traces into ``profile.json``.
+"""The command ``trace``: break down the time of profiled steps, from all ranks' traces into ``profile.json``.
 
 Definitions, per rank and step. A step is the part of its ``ProfilerStep#N`` annotation inside the range
 ``gradwire/step`` (the whole annotation without such a range). A time is the length of the union of its intervals within

@@ -1,4 +1,4 @@
-"""The verb ``generate``: continue prompts typed at a terminal, or a prompt from standard input."""
+"""The command ``generate``: continue prompts typed at a terminal, or a prompt from standard input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The verb ``perplexity``: token-weighted perplexity of a saved model over a split."""
+"""The command ``perplexity``: token-weighted perplexity of a saved model over a split."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The verb ``train``: one run of the experiment, from shards to ``record.json``."""
+"""The command ``train``: one run of the experiment, from shards to ``record.json``."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The workflow: the Snakefile, its rules, schema, report texts and profiles, and the verb that runs them."""
+"""The workflow: the Snakefile, its rules, schema, report texts and profiles, and the command that runs them."""

@@ -1,4 +1,4 @@
-"""The verb ``run``: makes an experiment from its file to its page with Snakemake, in any folder, with a live view."""
+"""The command ``run``: an experiment from its file to its page with Snakemake, in any folder, with a live view."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FOLDER = Path(__file__).parent / "files"  # `workflow/` of the checkout
 PROFILES = FOLDER / "profiles"
 REFRESH = 1.0  # seconds between two views
 DRY_RUN = {"-n", "--dry-run", "--dryrun"}  # Snakemake's names
-VERBS = {"tokenizer": "tokenize", "shards": "tokenize"}  # of the rules that do not have their verb's name
+COMMANDS = {"tokenizer": "tokenize", "shards": "tokenize"}  # of the rules that do not have their command's name
 
 
 class Options(Strict):
@@ -241,7 +241,7 @@ class Job(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """A failed job, why, and the exit code of its verb."""
+    """A failed job, why, and the exit code of its command."""
 
     job: Job
     reason: str
@@ -249,9 +249,9 @@ class Failure(NamedTuple):
 
     @classmethod
     def of(cls, job: Job, event: Mapping[str, Any]) -> Failure:
-        """The failure that an event reports, with the reason that the verb wrote next to its outputs."""
-        verb = VERBS.get(job.rule, job.rule)
-        files = (failure_file(folder, verb) for path in event["output"] for folder in Path(path).parents)
+        """The failure that an event reports, with the reason that the command wrote next to its outputs."""
+        command = COMMANDS.get(job.rule, job.rule)
+        files = (failure_file(folder, command) for path in event["output"] for folder in Path(path).parents)
         if (file := next((file for file in files if file.is_file()), None)) is None:
             return cls(job, f"see {', '.join(event['log'])}", FAULT)
         failure = read_json(file)

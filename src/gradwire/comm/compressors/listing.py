@@ -1,4 +1,4 @@
-"""The verb ``compressors``: list every compressor with its options, including those of other packages."""
+"""The command ``compressors``: list every compressor with its options, including those of other packages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a corpus is cut into samples: the defaults and bounds that the configuration and the verbs share."""
+"""How a corpus is cut into samples: the defaults and bounds that the configuration and the commands share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``gradwire tokenize``: make a tokenizer and token shards of a corpus file, also in the cache of other verbs.
+"""``gradwire tokenize``: make a tokenizer and token shards of a corpus file, also in the cache of other commands.
 
 What imports much is imported where it is used, since the flags are here.
 """

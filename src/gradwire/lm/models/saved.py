@@ -164,7 +164,7 @@ def _length(path: Path, given: int | None) -> int:
 
 
 def samples_of(args: Any, rank: int = 0) -> Shards:
-    """The samples for a verb that also takes ``--split``: a split of a shards folder, or a whole corpus file.
+    """The samples for a command that also takes ``--split``: a split of a shards folder, or a whole corpus file.
 
     Raises:
         BadInput: As `shards_folder`, and for a split of a corpus file.
@@ -182,10 +182,10 @@ def samples_of(args: Any, rank: int = 0) -> Shards:
 
 
 def shards_folder(args: Any, rank: int = 0, *, whole: bool = False) -> Path:
-    """The shards folder for a verb that takes ``--model_dir --data_path --max_length --cache_dir`` and the like.
+    """The shards folder for a command that takes ``--model_dir --data_path --max_length --cache_dir`` and the like.
 
     Args:
-        args: The verb's arguments.
+        args: The command's arguments.
         rank: This rank. Rank 0 tokenizes a corpus file, the others wait for it.
         whole: Hold no documents out for validation.
 

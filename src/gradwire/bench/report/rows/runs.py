@@ -1,4 +1,4 @@
-"""The runs of an experiment: which were requested, and the row of each, merged from the files of its verbs."""
+"""The runs of an experiment: which were requested, and the row of each, merged from the files of its commands."""
 
 from __future__ import annotations
 
@@ -81,14 +81,14 @@ def unusable(results_dir: Path) -> list[tuple[Path, str]]:
 
 
 class Record(Result):
-    """The record of ``train``; fields that other verbs measure are null."""
+    """The record of ``train``; fields that other commands measure are null."""
 
     measured_steps: int
     moved_from: list[dict[str, Any]] = Field([], exclude=True)  # strategies and ranks that took the first steps
 
 
 class Failure(Row):
-    """The contents of ``<verb>.failed.json``."""
+    """The contents of ``<command>.failed.json``."""
 
     reason: str
     exit_code: int
@@ -169,7 +169,7 @@ def result(folder: Path, run: Run) -> Result:
 def _merged(folder: Path, run: Run) -> Result:
     """Merge a run's files.
 
-    A diverged run has no perplexity, and failures of other verbs do not count.
+    A diverged run has no perplexity, and failures of other commands do not count.
 
     Raises:
         BadInput: If the run has no result, with the reason.
@@ -202,12 +202,12 @@ def _merged(folder: Path, run: Run) -> Result:
     return Result(**merged)
 
 
-def _raise_failure_of(verb: str, folder: Path) -> None:
-    path = failure_file(folder, verb)
+def _raise_failure_of(command: str, folder: Path) -> None:
+    path = failure_file(folder, command)
     if path.exists():
         failure = _load(Failure, path)
         after = "" if failure.last_step is None else f" after step {failure.last_step}"
-        raise BadInput(f"{verb} failed{after} (exit {failure.exit_code}): {failure.reason}")
+        raise BadInput(f"{command} failed{after} (exit {failure.exit_code}): {failure.reason}")
 
 
 def _load(model: type[Model], path: Path) -> Model:

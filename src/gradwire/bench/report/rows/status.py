@@ -1,4 +1,4 @@
-"""The verb ``status``: the state of every run of an experiment, from the files in its folder, and the time left."""
+"""The command ``status``: the state of every run of an experiment, from the files in its folder, and the time left."""
 
 from __future__ import annotations
 

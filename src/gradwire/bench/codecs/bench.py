@@ -1,4 +1,4 @@
-"""The subcommand ``bench compressors``: how long every compressor takes, against what the memory allows.
+"""The command ``bench compressors``: how long every compressor takes, against what the memory allows.
 
 The **floor** of a call is (bytes of the tensor + bytes of the wire) / copy bandwidth, even where an algorithm reads
 more. The bandwidth is that of ``y.copy_(x)`` for a tensor of the same size, read and written bytes alike.

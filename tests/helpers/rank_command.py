@@ -1,6 +1,6 @@
-"""A verb for the tests of `gradwire launch`: as a module the verb `probe`, as a script `gradwire` with that verb.
+"""A command for the tests of `gradwire launch`: as a module the command `probe`, as a script `gradwire` with it.
 
-`python tests/helpers/rank_verb.py launch --world_size 2 -- probe --output_dir D --ranks '{"1": "refuse"}'` does in
+`python tests/helpers/rank_command.py launch --world_size 2 -- probe --output_dir D --ranks '{"1": "refuse"}'` does in
 each rank what the JSON object says for it; a rank that it does not name waits to be ended if another one fails.
 """
 
@@ -25,9 +25,9 @@ from gradwire import cli
 from gradwire.base.errors import BadInput, Stopped
 from gradwire.base.files import write_json
 from gradwire.base.strict import Strict
+from gradwire.bench.commands import Entry
 from gradwire.bench.launch import launch
 from gradwire.bench.launch.ranks import ALLOCATOR, THREADS
-from gradwire.bench.verbs import Verb
 
 
 class Options(Strict):
@@ -276,6 +276,6 @@ DEEDS |= {"end": lambda: None}
 TRAINS = {"naive": ("naive", "topk"), "ddp": ("ddp", "int8"), "bucket": ("bucket", None), "fsdp2": ("fsdp2", "topk")}
 
 if __name__ == "__main__":
-    cli.VERBS["probe"] = Verb("rank_verb", "do what a test says")
+    cli.COMMANDS["probe"] = Entry("rank_command", "do what a test says")
     launch.RANK = (sys.executable, __file__)
     cli.entry()
