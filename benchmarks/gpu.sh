@@ -25,7 +25,7 @@ export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo} NCCL_SOCKET_IFNAME=${NCCL_SO
 [ "$DEVICE" != cpu ] || export SIZE=${SIZE:-small}
 python=${PYTHON:-python3}
 # Part, seconds, what it decides; the most valuable first.
-plan='bytes 60 whether the CUDA kernels write the bytes of the plain forms
+plan='bytes 60 whether the CUDA kernels write the bytes of the reference implementations
 codecs 75 how far encoding and decoding are from the speed of memory
 reduction 75 below which link speed a method pays, how much of a reduction hides under the backward pass
 model 75 what a step of 62m costs, and how much torch.compile takes off it

@@ -1,6 +1,6 @@
-"""The CUDA forms against the plain ones, byte for byte: ``python -m gpu.bytes``.
+"""The CUDA kernels against the reference implementations, byte for byte: ``python -m gpu.bytes``.
 
-Every method with a CUDA form, with the options of the tests: odd sizes, views that are not aligned or not contiguous,
+Every method with a CUDA kernel, with the options of the tests: odd sizes, views that are not aligned or not contiguous,
 values at the edges of float32, flags for NaN and infinity, 2^28 elements. Without a GPU Triton's interpreter runs the
 kernels.
 """
@@ -26,7 +26,7 @@ from gradwire.comm.compressors.base import Compressor
 
 SHAPES: list[Any] = [0, 1, 2, 31, 255, 256, 257, 4095, 4097, 5003, 65_537, 1_000_003, (1, 1), (7, 11), (1000, 1001)]
 SMALL_SHAPES: list[Any] = [0, 1, 257, 5003, (64, 129)]
-FUSED = ("int8", "onebit", "signsgd", "qsgd")
+KERNELS = ("int8", "onebit", "signsgd", "qsgd")
 
 
 def title(name: str, options: dict[str, Any]) -> str:
@@ -34,16 +34,16 @@ def title(name: str, options: dict[str, Any]) -> str:
     return " ".join([name, *(f"{key}={value}" for key, value in options.items())])
 
 
-def cuda_form(method: Any, device: torch.device | None = None) -> kernels.Kernel:
-    """The CUDA form, also for CPU tensors: what `kernels.find` is replaced by without a GPU."""
+def cuda_kernel(method: Any, device: torch.device | None = None) -> kernels.Kernel:
+    """The CUDA kernel, also for CPU tensors: what `kernels.find` is replaced by without a GPU."""
     kernel = kernels.load("cuda", method.name)
-    return kernel if kernel.covers(method) else kernels.PLAIN
+    return kernel if kernel.covers(method) else kernels.REFERENCE
 
 
 def chosen(name: str, options: dict[str, Any]) -> Compressor:
-    """A build whose CUDA form is used also without a GPU."""
+    """A build whose CUDA kernel is used also without a GPU."""
     if DEVICE == "cpu":
-        kernels.find = cuda_form
+        kernels.find = cuda_kernel
     return build(name, **options)
 
 
@@ -60,28 +60,28 @@ def inputs() -> Iterator[tuple[str, Tensor]]:
     yield "(129, 128) transposed", normal((128, 129)).t()
     yield "every second of 10,006", normal(10_006)[::2]
     yield "bfloat16 5003", normal(5003).bfloat16()
-    plain = normal(5003, 2)
-    yield "zeros", torch.zeros_like(plain)
-    yield "equal magnitudes", plain.sign()
-    yield "subnormal", plain * 1e-41
-    yield "very large", plain.clamp(-3, 3) * 1e38
+    values = normal(5003, 2)
+    yield "zeros", torch.zeros_like(values)
+    yield "equal magnitudes", values.sign()
+    yield "subnormal", values * 1e-41
+    yield "very large", values.clamp(-3, 3) * 1e38
 
 
 def differences(compressor: Compressor, label: str, x: Tensor) -> list[str]:
-    """What of an encoding and its decoding is not as the plain form has it."""
+    """What of an encoding and its decoding is not as the reference implementation has it."""
     flag = torch.zeros(1, dtype=torch.uint8, device=x.device)
     wire = compressor.encode(x, generator=generator(3, DEVICE), flag=flag)
     straight = x.to(torch.float32).contiguous()
     if flag.item():
         unfit = bool(compressor.not_representable(straight))
         return [] if unfit or label == "very large" else [f"{label}: flagged, though it fits"]
-    plain = compressor.to_wire(straight.clone(), generator(3, DEVICE))
-    if not torch.equal(wire, plain):
-        return [f"{label}: {int((wire != plain).sum())} of {len(plain)} bytes differ"]
-    expected = compressor.from_wire(plain.clone(), tuple(x.shape)).view(x.shape)
-    elsewhere = torch.empty(len(plain) + 1, dtype=torch.uint8, device=x.device)
-    elsewhere[1:] = plain  # an encoding at an odd byte of a message
-    same = (torch.equal(compressor.decode(bytes_, tuple(x.shape)), expected) for bytes_ in (plain, elsewhere[1:]))
+    reference = compressor.to_wire(straight.clone(), generator(3, DEVICE))
+    if not torch.equal(wire, reference):
+        return [f"{label}: {int((wire != reference).sum())} of {len(reference)} bytes differ"]
+    expected = compressor.from_wire(reference.clone(), tuple(x.shape)).view(x.shape)
+    elsewhere = torch.empty(len(reference) + 1, dtype=torch.uint8, device=x.device)
+    elsewhere[1:] = reference  # an encoding at an odd byte of a message
+    same = (torch.equal(compressor.decode(bytes_, tuple(x.shape)), expected) for bytes_ in (reference, elsewhere[1:]))
     return [] if all(same) else [f"{label}: decoded numbers differ"]
 
 
@@ -128,12 +128,14 @@ def large(_: None, name: str, options: dict[str, Any], n: int) -> Row:
 
 
 def compare(part: Part) -> None:
-    """Compare every build with a CUDA form, several at a time: compiling takes most of it."""
-    builds = [(name, options) for name, options in METHODS if cuda_form(build(name, **options)) is not kernels.PLAIN]
+    """Compare every build with a CUDA kernel, several at a time: compiling takes most of it."""
+    builds = [
+        (name, options) for name, options in METHODS if cuda_kernel(build(name, **options)) is not kernels.REFERENCE
+    ]
     builds = [(name, options) for name, options in builds if not (SMALL and options)]
     n = 100_003 if SMALL else 2**28 + 5
     jobs: dict[str, tuple[Any, ...]] = {f"bytes, {title(*build_)}": (check, *build_) for build_ in builds}
-    largest: list[tuple[str, dict[str, str]]] = [(name, {}) for name in FUSED][: 1 if SMALL else None]
+    largest: list[tuple[str, dict[str, str]]] = [(name, {}) for name in KERNELS][: 1 if SMALL else None]
     jobs |= {f"bytes, {title(*build_)}, {n:,} elements": (large, *build_, n) for build_ in largest}
     jobs = {name: job for name, job in jobs.items() if part.row(name) is None}
     for name, result in each(jobs, 2 if DEVICE == "cpu" else 8, 90, lambda: part.left):

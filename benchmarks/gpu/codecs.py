@@ -23,16 +23,11 @@ from gradwire.lm.models import causal
 
 SIZES = (2**12, 2**14) if SMALL else (2**20, 2**24, 2**28)
 DETERMINISTIC = ("int8", "onebit", "signsgd")
-FUSED = (*DETERMINISTIC, "qsgd")
-TARGETS = {name: 1.3 if name in DETERMINISTIC else 1.6 for name in FUSED}
+KERNELS = (*DETERMINISTIC, "qsgd")
+TARGETS = {name: 1.3 if name in DETERMINISTIC else 1.6 for name in KERNELS}
 OF_OPTIONS = {("rounding", "stochastic"): 1.6}  # targets in place of those
-UNUSED = (
-    "sketch",
-    "gradiveq",
-    "bins",
-    "dcttopk",
-    "hadamard",
-)  # slow plain forms that nobody runs at such sizes
+# Slow reference implementations that nobody runs at such sizes.
+UNUSED = ("sketch", "gradiveq", "bins", "dcttopk", "hadamard")
 
 
 def title(name: str, options: dict[str, Any]) -> str:
@@ -41,11 +36,11 @@ def title(name: str, options: dict[str, Any]) -> str:
 
 
 def timed_cases(numel: int) -> dict[str, Case]:
-    """What is timed at a size, by name: fused methods, PyTorch's own operations, chains, and the other methods."""
-    rest = [name for name in registry.available() if name not in FUSED and (name not in UNUSED or numel < max(SIZES))]
-    listed = [*cases(FUSED), *torch_cases(), *cases(CHAINS), *cases(rest)]
+    """What is timed at a size, by name: methods with kernels, PyTorch's operations, chains, and the other methods."""
+    rest = [name for name in registry.available() if name not in KERNELS and (name not in UNUSED or numel < max(SIZES))]
+    listed = [*cases(KERNELS), *torch_cases(), *cases(CHAINS), *cases(rest)]
     if SMALL:
-        listed = [*cases(FUSED[:2]), torch_cases()[0]]
+        listed = [*cases(KERNELS[:2]), torch_cases()[0]]
     return {title(case.name, case.options): case for case in listed}
 
 
@@ -112,7 +107,7 @@ def main() -> int:
     def ask(name: str, task: Callable[..., Row], *arguments: Any) -> None:
         part.measure(name, lambda: worker.run(part.at_most(30), task, *arguments)[0], optional="torch" in name)
 
-    builds = [(name, options) for name in (*FUSED, "none") for options in ({}, *VARIANTS.get(name, []))]
+    builds = [(name, options) for name in (*KERNELS, "none") for options in ({}, *VARIANTS.get(name, []))]
     for numel in sorted(SIZES, reverse=True):
         for name in timed_cases(numel):
             ask(f"{numel:,} {name}", timed, name, numel)

@@ -1,7 +1,7 @@
 """Per-sample gradients on the GPU: ``python -m gpu.gradients``.
 
-Projections against reading the gradients once and against the dense product, and against their plain forms; norms
-against a forward and backward pass; rows of the 62M model; steps of private training.
+Projections against reading the gradients once, against the dense product, and against their reference implementations;
+norms against a forward and backward pass; rows of the 62M model; steps of private training.
 """
 
 from __future__ import annotations
@@ -38,35 +38,35 @@ TARGETS = {"sjlt": (bench_gradients.READ, 4.0), "rademacher": (bench_gradients.P
 
 
 def exact(_: None, name: str) -> Row:
-    """Compare a projection's fused form with its plain form, bit by bit where it adds alike, else by their errors."""
+    """Compare a projection's kernel with the reference, bit by bit where it adds alike, else by their errors."""
     numel = 5003 if SMALL else 3 * 2**16 + 4_000_037
     shapes, dim = {"w": (numel,)}, 200
     rows = torch.randn(5, numel, generator=torch.Generator().manual_seed(1)).to(DEVICE)
-    fused = projections.build(name, shapes, 0).project(rows, [dim])[dim]
-    plain = unfused(lambda: projections.build(name, shapes, 0).project(rows, [dim])[dim])
+    kernel = projections.build(name, shapes, 0).project(rows, [dim])[dim]
+    reference = without_kernels(lambda: projections.build(name, shapes, 0).project(rows, [dim])[dim])
     columns = torch.arange(numel, device=DEVICE)
     if name == "sjlt":
-        difference, of_plain = (fused - plain).abs().max().item(), 0.0
+        difference, of_reference = (kernel - reference).abs().max().item(), 0.0
         bound = 0.0
     else:
         signs = hashing.sign_table(hashing.key(0, "w"), columns, dim).double()
         truth = rows.double() @ signs / dim**0.5
-        difference, of_plain = ((form - truth).abs().max().item() for form in (fused, plain))
-        bound = 2 * of_plain
+        difference, of_reference = ((result - truth).abs().max().item() for result in (kernel, reference))
+        bound = 2 * of_reference
     return {
         "difference": difference,
-        "of_plain": of_plain,
+        "of_plain": of_reference,
         "wrong": [] if difference <= bound else [f"differs by {difference}"],
     }
 
 
-def unfused(work: Callable[[], Any]) -> Any:
-    """The result of work that uses plain forms."""
-    kept, matrices.fused = matrices.fused, lambda device: None
+def without_kernels(work: Callable[[], Any]) -> Any:
+    """The result of work that uses reference implementations."""
+    kept, matrices.kernels_for = matrices.kernels_for, lambda device: None
     try:
         return work()
     finally:
-        matrices.fused = kept
+        matrices.kernels_for = kept
 
 
 def projected(_: None, names: list[str]) -> Row:

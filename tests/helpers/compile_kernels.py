@@ -1,4 +1,4 @@
-"""Compile every fused CPU form into numba's cache: ``python tests/helpers/compile_kernels.py``."""
+"""Compile every CPU kernel into numba's cache: ``python tests/helpers/compile_kernels.py``."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def test_a_run_prints_a_table_and_writes_what_it_measured(tmp_path, capsys):
     names = [(record["method"], record["options"]) for record in result["records"]]
     assert names == [("int8", {}), *(("int8", variant) for variant in VARIANTS["int8"]), ("zero", {})]
     for record, (name, options) in zip(result["records"], names, strict=True):
-        assert record["error"] is None and record["form"] == ("plain" if name == "zero" else "fused")
+        assert record["error"] is None and record["form"] == ("reference" if name == "zero" else "kernel")
         assert record["wire_bytes"] == build(name, **options).wire_bytes((70, 71))
         assert record["encode_ms"] and record["decode_ms"]
         floor = record["wire_bytes"] + 4 * 70 * 71

@@ -57,14 +57,14 @@ def test_round_trip_keeps_shape_and_states_its_bytes(name, options):
 
 
 @every_build
-def test_the_fast_form_has_the_plain_forms_bytes(name, options):
+def test_the_kernel_has_the_references_bytes(name, options):
     compressor = build(name, **options)
     for shape in (257, (7, 11), (64, 65)):
         x = normal(shape)
         wire = compressor.encode(x, generator=generator(3))
         assert torch.equal(wire, compressor.to_wire(x, generator(3))), shape
-        plain = compressor.from_wire(wire, form_of(shape)).view(form_of(shape))
-        assert torch.equal(compressor.decode(wire, shape), plain), shape
+        reference = compressor.from_wire(wire, form_of(shape)).view(form_of(shape))
+        assert torch.equal(compressor.decode(wire, shape), reference), shape
 
 
 @every_build

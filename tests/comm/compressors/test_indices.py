@@ -17,8 +17,8 @@ from gradwire.comm.compressors.kernels.cpu import sparse
 
 CODES = ["auto", "int32", "bitmap", "rice"]
 every_code = pytest.mark.parametrize("code", CODES)
-FUSED = SimpleNamespace(encode=sparse.encode_places, decode=sparse.decode_places)
-every_form = pytest.mark.parametrize("form", [indices, FUSED], ids=["plain", "fused"])
+KERNEL = SimpleNamespace(encode=sparse.encode_places, decode=sparse.decode_places)
+every_form = pytest.mark.parametrize("form", [indices, KERNEL], ids=["reference", "kernel"])
 
 
 @st.composite

@@ -1,4 +1,4 @@
-"""The CUDA forms have the plain forms' bytes: on a GPU where there is one, else in Triton's interpreter.
+"""The CUDA kernels write the reference's bytes: on a GPU where there is one, else in Triton's interpreter.
 
 Of `kernels/cuda/__init__.py`, `kernels/cuda/quantizers.py`, `kernels/cuda/signs.py`.
 """
@@ -26,12 +26,12 @@ def swept(*values):
     return [pytest.param(value, marks=pytest.mark.sweep) for value in values]
 
 
-CASES = [(name, options) for name, options in METHODS if kernels.load("cuda", name) is not kernels.PLAIN]
+CASES = [(name, options) for name, options in METHODS if kernels.load("cuda", name) is not kernels.REFERENCE]
 
 
 @pytest.mark.parametrize(("name", "options"), CASES, ids=str)
 @pytest.mark.parametrize("shape", [5003, *swept(0, 1, 257, (64, 129))], ids=str)
-def test_the_cuda_form_has_the_plain_forms_bytes(name, options, shape):
+def test_a_cuda_kernel_has_the_references_bytes(name, options, shape):
     compressor = build(name, **options)
     module = kernels.load("cuda", name)
     if not module.covers(compressor):
@@ -121,7 +121,7 @@ def test_a_gpu_older_than_the_kernels_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Tesla T4")
     device = torch.device("cuda", 93)  # of no other test: what is found is kept
-    assert kernels.find(build("none"), device) is kernels.PLAIN, "what has no kernel needs no such GPU"
+    assert kernels.find(build("none"), device) is kernels.REFERENCE, "what has no kernel needs no such GPU"
     with pytest.raises(BadInput, match=r"int8: .* 8\.0 or later .* Tesla T4 has 7\.5; use --device cpu"):
         kernels.find(build("int8"), device)
 

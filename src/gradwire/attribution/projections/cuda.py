@@ -1,4 +1,4 @@
-"""Triton kernels of projections, which generate signs in the registers that use them, where the plain forms store them.
+"""Triton kernels of projections, which make signs in the registers that use them; the reference stores them.
 
 Both read the gradients once. The columns' words are those of `gradwire.attribution.projections.hashing`.
 """

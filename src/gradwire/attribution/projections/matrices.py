@@ -43,7 +43,7 @@ class Rademacher(Projector):
 
     def add_values(self, sums: Tensor, dims: Sequence[int], name: str, values: Tensor) -> None:
         """Add the product of a parameter's gradients and its entries, tile by tile, or by a kernel on a GPU."""
-        if (kernels := fused(values.device)) is not None:
+        if (kernels := kernels_for(values.device)) is not None:
             kernels.add_signed(sums, values, hashing.key(self.seed, name))
             return
         widest = sums.shape[1]
@@ -102,7 +102,7 @@ class Sjlt(Projector):
 
     def add_values(self, sums: Tensor, dims: Sequence[int], name: str, values: Tensor) -> None:
         """Add a parameter's gradients to the slots."""
-        if self.sizes[name] > SLOTS and (kernels := fused(values.device)) is not None:
+        if self.sizes[name] > SLOTS and (kernels := kernels_for(values.device)) is not None:
             turns = self.rotations(name, values.device)
             kernels.add_turned(sums, values, turns, hashing.key(self.seed, f"{name} sjlt"))
             return
@@ -176,8 +176,8 @@ class Sjlt(Projector):
 
 
 @cache
-def fused(device: torch.device) -> ModuleType | None:
-    """Return the kernels for a device; None: only the plain form runs there, which a GPU is warned of once."""
+def kernels_for(device: torch.device) -> ModuleType | None:
+    """Return the kernels for a device; None if it has none, of which a GPU warns once."""
     if device.type != "cuda":
         return None
     if find_spec("triton") is None:
@@ -186,7 +186,7 @@ def fused(device: torch.device) -> ModuleType | None:
         lacking = f"{torch.cuda.get_device_name(device)} is older than compute capability {OLDEST[0]}.{OLDEST[1]}"
     else:
         return import_module("gradwire.attribution.projections.cuda")
-    warnings.warn(f"{lacking}: projections run on CUDA in their plain, slow form", stacklevel=4)
+    warnings.warn(f"{lacking}: projections run on CUDA in their slow reference implementation", stacklevel=4)
     return None
 
 

@@ -52,7 +52,7 @@ class Case:
         return isinstance(self.codec, Compressor)
 
     def form(self, device: torch.device) -> str:
-        """``fused``, ``plain`` or, for a chain of both, ``fused+plain``; ``torch`` for PyTorch's own operations."""
+        """``kernel``, ``reference`` or, for a chain of both, ``kernel+reference``; ``torch`` for those of PyTorch."""
         if not isinstance(self.codec, Compressor):
             return "torch"
         stages: list[Compressor] = [self.codec]
@@ -61,7 +61,9 @@ class Case:
         elif isinstance(self.codec, Rotated):
             stages = [self.codec.rotation, self.codec.quantizer]
         return "+".join(
-            dict.fromkeys("plain" if kernels.find(stage, device) is kernels.PLAIN else "fused" for stage in stages)
+            dict.fromkeys(
+                "reference" if kernels.find(stage, device) is kernels.REFERENCE else "kernel" for stage in stages
+            )
         )
 
 

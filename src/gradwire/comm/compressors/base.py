@@ -26,7 +26,7 @@ from gradwire.comm.compressors.segments import numel as numel
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # keeps the division exact for denormal blocks, and zeros at zero
 
 Count = Annotated[int, Field(**COUNT.limits)]  # a type of options
-Block = Annotated[int, Field(ge=1, le=2**24)]  # likewise, of elements: the plain forms fill up the last block
+Block = Annotated[int, Field(ge=1, le=2**24)]  # likewise, of elements: reference implementations fill up the last block
 
 
 def as_numbers(wire: Tensor, dtype: torch.dtype) -> Tensor:

@@ -191,13 +191,13 @@ class Driver(BaseModel):
 
     def coded(self, x: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
         """`to_wire` in its fastest form for x's device, and whether x is not representable (bool or integer, [1])."""
-        fused = kernels.find(self, x.device).encode(self, x, generator)
-        return fused or (self.to_wire(x, generator), self.not_representable(x))
+        coded = kernels.find(self, x.device).encode(self, x, generator)
+        return coded or (self.to_wire(x, generator), self.not_representable(x))
 
     def decoded(self, wire: Tensor, shape: tuple[int, ...]) -> Tensor:
         """`from_wire` in its fastest form for the wire's device."""
-        fused = kernels.find(self, wire.device).decode(self, wire, shape)
-        return self.from_wire(wire, shape) if fused is None else fused
+        decoded = kernels.find(self, wire.device).decode(self, wire, shape)
+        return self.from_wire(wire, shape) if decoded is None else decoded
 
     def encode_each(self, buffers: Buffers) -> tuple[Tensor, Segments]:
         """`encode_many` by `encode`."""

@@ -1,4 +1,4 @@
-"""Randomness for codecs: a counter-based generator, so that a plain form and its fused forms draw the same numbers.
+"""Randomness for codecs: a counter-based generator, so that a method and its kernels draw the same numbers.
 
 Philox4x32 with 7 rounds, the fewest that pass BigCrush (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3",
 SC 2011, table 2). The key is a 64-bit seed drawn from the caller's generator; element i takes word ``i % 4`` of the

@@ -41,7 +41,7 @@ def test_every_number_and_every_tie_of_the_format_rounds_by_the_definition(name,
     wire = compressor.encode(x)
     sent = compressor.decode(wire, x.shape).double()
     assert torch.equal(sent, nearest(x, form))
-    assert torch.equal(wire, compressor.to_wire(x, None)), "the fused form differs from torch's cast"
+    assert torch.equal(wire, compressor.to_wire(x, None)), "the kernel differs from torch's cast"
     normal = x.abs() >= 2.0**form.lowest
     assert ((sent - x.double()).abs() / x.double().abs())[normal].max() == form.relative_error  # reached, not passed
     assert (sent - x.double()).abs()[~normal].max() == form.step / 2

@@ -36,7 +36,7 @@ def test_it_is_scipys_matrix_and_its_own_inverse(n):
     assert torch.allclose(method.rotated(x).double(), exact, rtol=1.001 * 2.0**-24, atol=1e-14)
     allowed = 2.0**-24 * (x.abs() + math.sqrt(32) * method.rotated(x).abs().max()) if n else x
     assert (method.rotated(method.rotated(x)) - x).abs().le(allowed).all()
-    assert torch.equal(method.rotated(x), method.rotate(x)), "the fused form has the plain form's bits"
+    assert torch.equal(method.rotated(x), method.rotate(x)), "the kernel has the reference's bits"
     assert method.wire_bytes(n) == 4 * n
     for bits in (2, 4, 8):
         assert build("hadamard+int8", num_bits=bits).wire_bytes(n) == build("int8", num_bits=bits).wire_bytes(n)

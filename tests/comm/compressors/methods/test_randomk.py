@@ -15,8 +15,8 @@ from samples import FLOAT32, assert_unbiased, draws, generator, normal
 from scipy import stats
 
 from gradwire.comm.compressors import build
-from gradwire.comm.compressors.kernels.cpu import sparse as fused
-from gradwire.comm.compressors.methods import randomk as plain
+from gradwire.comm.compressors.kernels.cpu import sparse as kernel
+from gradwire.comm.compressors.methods import randomk as reference
 from gradwire.comm.compressors.rounds import Context
 
 
@@ -33,15 +33,15 @@ def assert_uniform(counts: Counter, outcomes: list) -> None:
 
 def first(n: int, k: int, count: int) -> list[tuple[int, ...]]:
     """What ``count`` consecutive seeds draw; neighbouring seeds must be as good as any."""
-    return [tuple(fused.permuted(seed, n, k).tolist()) for seed in range(count)]
+    return [tuple(kernel.permuted(seed, n, k).tolist()) for seed in range(count)]
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 100, 128, 129, 256, 257, 5003, 2**22 + 1, 2**31 + 5, 2**40])
 def test_the_images_are_distinct_in_range_and_alike_in_both_forms(n):
     for seed in (0, 1, 2**63 - 2, -1):
         k = min(n, 3000)
-        images = fused.permuted(seed, n, k)
-        assert torch.equal(images, plain.permuted(torch.tensor([seed]), n, k))
+        images = kernel.permuted(seed, n, k)
+        assert torch.equal(images, reference.permuted(torch.tensor([seed]), n, k))
         assert images.min() >= 0 and images.max() < n and images.unique().numel() == k
 
 
@@ -67,7 +67,7 @@ def test_of_many_places_each_is_included_as_often(n):
     k, count = n // 20, 400
     seen = np.zeros(n)
     for seed in range(count):
-        seen[fused.permuted(seed, n, k).numpy()] += 1
+        seen[kernel.permuted(seed, n, k).numpy()] += 1
     share = k / n
     statistic = ((seen - count * share) ** 2).sum() / (count * share * (1 - share)) * (n - 1) / n
     low, high = stats.chi2(n - 1).ppf([1e-6, 1 - 1e-6])
@@ -79,7 +79,7 @@ def test_neighbours_are_not_drawn_together():
     n, k, count = 4099, 200, 500
     masks = np.zeros((count, n))
     for seed in range(count):
-        masks[seed, fused.permuted(seed, n, k).numpy()] = 1
+        masks[seed, kernel.permuted(seed, n, k).numpy()] = 1
     expected = k * (k - 1) / (n - 1)
     for distance in (1, 2, 4, 64, 1024):
         pairs = (masks * np.roll(masks, distance, axis=1)).sum(axis=1)
@@ -119,7 +119,7 @@ def test_wire_is_a_seed_and_the_values():
     x = normal(1000)
     wire = build("randomk").encode(x, generator=generator(2))
     assert wire.numel() == 8 + 4 * 10
-    places = plain.permuted(wire[:8].view(torch.int64), 1000, 10)
+    places = reference.permuted(wire[:8].view(torch.int64), 1000, 10)
     assert torch.equal(wire[8:].view(torch.float32), x[places])
     decoded = build("randomk").decode(wire, 1000)
     assert torch.equal(decoded[places], x[places] * 100)
@@ -133,7 +133,7 @@ def test_rounds_send_the_same_places_and_average_them(scaled):
     means, sents, handed = lockstep(compressor, xs, [{}] * world, Context("layer.weight", (n,), 7, world, 42))
     digest = hashlib.sha256(b"42/7/layer.weight").digest()
     seed = torch.tensor([int.from_bytes(digest[:8], "little", signed=True)])
-    places = plain.permuted(seed, n, 100)
+    places = reference.permuted(seed, n, 100)
     gain = n / 100 if scaled else 1.0
     for x, sent in zip(xs, sents, strict=True):
         assert torch.equal(sent, torch.zeros(n).index_put((places,), x[places] * gain))

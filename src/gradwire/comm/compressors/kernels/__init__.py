@@ -1,4 +1,4 @@
-"""Fused forms of the methods, for a CPU core (numba) and for CUDA (Triton); the plain form stays the definition.
+"""Kernels of the methods, for a CPU core (numba) and for CUDA (Triton); the method's file is the reference.
 
 Modules of ``cpu`` and ``cuda`` hold a `Kernel` for each method of a family in ``KERNELS``; a method declares nothing.
 """
@@ -27,14 +27,14 @@ OLDEST = (8, 0)  # compute capability that Triton compiles for
 # Why: docs/decisions.md, "Plain and fused forms, by one protocol".
 @dataclass(frozen=True)
 class Kernel:
-    """The fused operations of a method on one kind of device; None: only the plain form has it.
+    """A method's operations on one kind of device; None: the reference implementation is used.
 
-    Each takes the method first, and gives the bytes or numbers of the plain form. What it needs is checked before.
+    Each takes the method first, and gives the bytes or numbers of the reference. What it needs is checked before.
 
     Attributes:
-        covers: ``(method) -> bool``: whether there is a fused form for these options.
+        covers: ``(method) -> bool``: whether there is a kernel for these options.
         encode_many: ``(method, buffers)``, as `Compressor.encode_many`, for sizes that the shape gives. The bytes of a
-            tensor that is not representable may differ from the plain form's but still decode to something not finite.
+            tensor that is not representable may differ from the reference's but still decode to something not finite.
         decode_add: ``(method, wires, segments, out, onto)``, as `Compressor.decode_add`, for uint8 [messages, b].
         pick: ``(method, x, generator) -> (head, values, bad)``, as `Sparsifier.pick`, and whether x is not
             representable (bool [1]).
@@ -52,7 +52,7 @@ class Kernel:
     rotate_many: Callable[..., Tensor] | None = None
 
     def encode(self, method: Any, x: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor] | None:
-        """The encoding of one tensor, and whether it is not representable (uint8 [1]); None: the plain form has it."""
+        """The encoding of one tensor, and whether it is not representable (uint8 [1]); None without a kernel."""
         shape = tuple(x.shape)
         if self.encode_many is None or (size := method.wire_bytes(shape)) is None:
             return None
@@ -62,7 +62,7 @@ class Kernel:
         return wire, bad
 
     def decode(self, method: Any, wire: Tensor, shape: tuple[int, ...]) -> Tensor | None:
-        """float32 with as many elements as ``shape`` has; None: the plain form has it."""
+        """float32 with as many elements as ``shape`` has; None without a kernel."""
         if self.decode_add is None or method.wire_bytes(shape) is None:
             return None
         segments = alone(method, shape)
@@ -71,18 +71,18 @@ class Kernel:
         return out
 
 
-PLAIN = Kernel()
+REFERENCE = Kernel()
 
 
 def find(method: Any, device: torch.device) -> Kernel:
-    """The fused operations of ``method`` on ``device``.
+    """The kernel of ``method`` on ``device``; `REFERENCE` if it has none.
 
     Raises:
         BadInput: If the device is a GPU older than the kernels support.
     """
     kernel = load(device.type, method.name)
-    if kernel is PLAIN or not kernel.covers(method):
-        return PLAIN
+    if kernel is REFERENCE or not kernel.covers(method):
+        return REFERENCE
     if device.type == "cuda":
         check_capability(method.name, device.index)
     return kernel
@@ -105,15 +105,17 @@ def check_capability(name: str, index: int | None) -> None:
 
 @cache
 def load(kind: str, name: str) -> Kernel:
-    """The fused operations of a method, if it has any and their compiler is installed."""
+    """The kernel of a method; `REFERENCE` if it has none, or the compiler is not installed."""
     family = FAMILIES.get(name, name)
     if not Path(__file__).parent.joinpath(kind, f"{family}.py").is_file():
-        return PLAIN
+        return REFERENCE
     if kind == "cuda" and find_spec("triton") is None:
-        warnings.warn(f"triton is not installed: {name} runs on CUDA in its plain, slow form", stacklevel=4)
-        return PLAIN
+        warnings.warn(
+            f"triton is not installed: {name} runs on CUDA in its slow reference implementation", stacklevel=4
+        )
+        return REFERENCE
     kernels: dict[str, Kernel] = import_module(f"{__name__}.{kind}.{family}").KERNELS
-    return kernels.get(name, PLAIN)
+    return kernels.get(name, REFERENCE)
 
 
 @lru_cache(4096)

@@ -5,4 +5,4 @@ FAMILIES = {
     **dict.fromkeys(("signsgd", "onebit"), "signs"),
     **dict.fromkeys(("topk", "randomk"), "sparse"),
 }
-"""The module of a method's fused forms, where it is not the method's name."""
+"""The module of a method's kernels, where it is not the method's name."""

@@ -1,11 +1,11 @@
-"""Fused forms for one CPU core: a file for each family of methods, and here what several of their loops share.
+"""Kernels for one CPU core: a file for each family of methods, and here what several of their loops share.
 
 `compiled` keeps numba's machine code on disk.
 
-They give the plain forms' bits: float32 arithmetic stays float32 (a bare literal would make it float64; numba makes
-integer arithmetic 64 bits wide) and is neither reassociated nor contracted; sums are float64 (`summing`). Magnitudes
-are compared as integers: their order is that of their bits, with NaN above infinity. Inner loops run from 0 over
-slices, or they do not vectorize.
+They give the bits of the reference implementations: float32 arithmetic stays float32 (a bare literal would make it
+float64; numba makes integer arithmetic 64 bits wide) and is neither reassociated nor contracted; sums are float64
+(`summing`). Magnitudes are compared as integers: their order is that of their bits, with NaN above infinity. Inner
+loops run from 0 over slices, or they do not vectorize.
 
 The loops over a table of segments are compiled once for each method with that method's `encode` and `decode`. A segment
 is encoded and decoded in chunks, between which nothing is shared but the segment's bytes. Where a decoded chunk is

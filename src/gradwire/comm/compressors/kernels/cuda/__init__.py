@@ -1,6 +1,7 @@
-"""Fused forms for CUDA, in Triton. Without a GPU, Triton's interpreter runs them on CPU tensors (TRITON_INTERPRET=1).
+"""Kernels for CUDA, in Triton. Without a GPU, Triton's interpreter runs them on CPU tensors (TRITON_INTERPRET=1).
 
-They give the plain forms' bits: launched with ``enable_fp_fusion=False``, they divide by ``tl.div_rn``.
+They give the bits of the reference implementations: launched with ``enable_fp_fusion=False``, they divide by
+``tl.div_rn``.
 
 One launch takes a table of segments: each program takes one tile, of a multiple of 4 elements, of one segment.
 
