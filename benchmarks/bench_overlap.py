@@ -1,4 +1,4 @@
-"""Reductions beside the backward pass against reductions that it waits for; every figure of ``overlap.md``.
+"""Reductions during the backward pass against reductions that it waits for; every figure of ``overlap.md``.
 
 ``python benchmarks/bench_overlap.py --links none 1gbit 100mbit`` (root, or a kernel that allows user namespaces).
 

@@ -1,8 +1,8 @@
-"""Our compressors beside torch's own hooks and torchft's local updates: every figure of ``peers.md``.
+"""Our compressors next to torch's own hooks and torchft's local updates: every figure of ``peers.md``.
 
 ``python benchmarks/bench_peers.py --links none 100mbit`` (root, or a kernel that allows user namespaces for links).
 
-Each variant has a model of its own under DDP, from the same seed, with the same batches. They take steps in turn, in
+Each variant has a separate model under DDP, from the same seed, with the same batches. They take steps in turn, in
 random order; local updates take a round of `H` steps at a time, whose mean counts. ``ms`` is the median step, ``cpu``
 the processor time of rank 0 in the mean, ``x float32`` the median quotient of neighbouring float32 steps over the
 variant's (more is faster), with its bootstrap interval of 95 %. ``float32 again`` is the control. torchft is measured

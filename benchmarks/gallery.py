@@ -159,14 +159,14 @@ def tradeoff(rows: Sequence[Mapping[str, Any]]) -> str:
         px = x(sent["bytes_compressed_total"] / sent["steps"] / sent["world_size"] / 1e6) + method.shift
         py = y(average)
         parts += [f'<g class="{method.colour}">', line(px, y(min(percents)), px, y(max(percents)), "range")]
-        parts += [mark(method.mark, px, py), beside(method, px, py), "</g>"]
+        parts += [mark(method.mark, px, py), name_of(method, px, py), "</g>"]
     names = ", ".join(method.name for method in METHODS)
     return svg(
         bottom + 50, f"Perplexity above that of the same optimizer over megabytes per rank and step: {names}.", parts
     )
 
 
-def beside(method: Method, px: float, py: float) -> str:
+def name_of(method: Method, px: float, py: float) -> str:
     """The name of a method at its point."""
     if method.side == "top":
         return text(px, py - 12, method.name, "of middle")

@@ -9,7 +9,7 @@
 #   OUT=results/gpu                  a table and a JSON of each part; summary.md
 #   DEVICE=cpu                       tries the whole script where there is no GPU, at a small size (SIZE=full: at its own)
 #   FRESH=1                          repeats what is finished; else a finished part is skipped and an unfinished one goes on
-#   LIMIT=SECONDS                    of each part, in place of its own
+#   LIMIT=SECONDS                    of each part, in place of the one below
 #   TOTAL=SECONDS                    of all parts: the last ones get what is left
 #
 # A part that fails or hangs does not stop the others. Exit code 0: all that ran is right (a missed target of speed is

@@ -211,7 +211,7 @@ def main() -> None:
     table.add_argument("--rates", action="store_true", help="perplexity by learning rate")
     table.add_argument("--rounds", action="store_true", help="local updates by length of a round and codec")
     table.add_argument("--against", default="none", metavar="LABEL", help="the label compared with (default: none)")
-    table.add_argument("--ranked_by", type=Path, metavar="RECORDS", help="differences beside those of other records")
+    table.add_argument("--ranked_by", type=Path, metavar="RECORDS", help="differences next to those of other records")
     parser.add_argument("--labels", nargs="+", metavar="LABEL", help="rank these only (default: all of both)")
     parser.add_argument("--seed", type=int, metavar="N", help="read the records of this seed only")
     args = parser.parse_args()

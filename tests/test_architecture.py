@@ -50,7 +50,7 @@ def in_python(script: str, *args: str) -> dict:
 
 
 def modules(package: Path) -> dict[str, set[str]]:
-    """What every module imports of the package; a package counts only where a name of its own is imported."""
+    """What every module imports of the package; a package counts only where a name that it defines is imported."""
 
     def imported(file: Path) -> set[str]:
         found = {name: module_file(name, package) is not None for name in imports(file.read_bytes())}

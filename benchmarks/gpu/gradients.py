@@ -82,7 +82,7 @@ def normed(_: None) -> Row:
 
 
 def rows(_: None, projection: str) -> Row:
-    """Rows per second, beside samples per second of plain passes."""
+    """Rows per second, and samples per second of plain passes."""
     data = bench_gradients.samples(ARGUMENTS.samples, ARGUMENTS.length, ARGUMENTS.vocabulary)
     jobs = {
         "rows": bench_gradients.rows_by(ARGUMENTS, data, "hooks", projection),

@@ -1,4 +1,4 @@
-"""torchrun --nproc_per_node 2 ignored.py hook|comm_hook: what DDP is told to ignore keeps its own gradient."""
+"""torchrun --nproc_per_node 2 ignored.py hook|comm_hook: what DDP is set to ignore keeps its own gradient."""
 
 import sys
 from copy import deepcopy

@@ -34,7 +34,7 @@ def loss_of(model, rank, step):
 
 
 def trained_alone(start, kind, rank):
-    """A rank's parameters after three steps of its own."""
+    """A rank's parameters after three local steps."""
     model = deepcopy(start)
     optimizer = kind(model.parameters(), lr=0.1)
     for step in range(3):

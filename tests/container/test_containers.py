@@ -46,7 +46,7 @@ def folder(tmp_path) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def beside_the_recipe(monkeypatch) -> None:
+def next_to_the_recipe(monkeypatch) -> None:
     """The modules that lock and build are not part of the package."""
     monkeypatch.syspath_prepend(CONTAINERS)
 

@@ -34,7 +34,7 @@ ALL |= dict.fromkeys(("grads_collect", "grads_aggregate", "grads_validate", "nor
 
 
 def snakemake(folder: Path, *arguments: str) -> None:
-    """Run the smoke experiment in a folder of its own, away from the checkout."""
+    """Run the smoke experiment in an empty folder, away from the checkout."""
     command = [sys.executable, "-m", "snakemake", "--cores", "2", *EXPERIMENT, "--directory", str(folder), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -48,7 +48,7 @@ def nearest(x: torch.Tensor, form: Format) -> torch.Tensor:
 
 
 def turning_points(form: Format) -> torch.Tensor:
-    """float32 of both signs: every number of the format, every middle of two, all powers of two, and what lies next."""
+    """float32 of both signs: every number of the format, middles, powers of two, and their neighbours."""
     numbers = form.numbers()
     powers = np.ldexp(1.0, np.arange(-149, int(np.log2(form.top))))
     points = np.concatenate([numbers, (numbers[1:] + numbers[:-1]) / 2, powers]).astype(np.float32)

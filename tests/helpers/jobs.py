@@ -1,6 +1,6 @@
 """How many jobs of each rule a dry run has: ``python tests/helpers/jobs.py [ARGUMENTS] -- all=1 train=18 ...``.
 
-A root Snakefile without a target of its own prints "Nothing to be done" and exits 0, so a dry run that only succeeds
+A root Snakefile without a target prints "Nothing to be done" and exits 0, so a dry run that only succeeds
 proves nothing: its job table is what has to be asserted.
 """
 

@@ -34,7 +34,7 @@ def llama() -> LlamaForCausalLM:
 
 
 def ids_of(rank: int, step: int, micro: int) -> torch.Tensor:
-    """A micro-batch: rows that count, each from a start of its own."""
+    """A micro-batch: rows that count, each from a different start."""
     start = torch.randint(61, (4, 1), generator=torch.Generator().manual_seed(1000 * rank + MICROS * step + micro))
     return (torch.arange(13) + start) % 61
 

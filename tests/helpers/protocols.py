@@ -160,7 +160,7 @@ class Protocol:
         return self.store.decode(self.store.encode(kept), kept.numel())
 
     def generator(self, rank, phase, name):
-        """Every rank, phase and parameter has one of its own, seeded by their names."""
+        """Every rank, phase and parameter has a separate one, seeded by their names."""
         key = (rank, phase, name)
         if key not in self.generators:
             digest = hashlib.sha256(f"{self.seed}/{rank}/{phase}/{name}".encode()).digest()

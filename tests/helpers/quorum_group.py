@@ -30,7 +30,7 @@ def model(width=13, seed=3):
 
 
 def batch(number, step):
-    """Each group's own samples, of its own size of inputs."""
+    """Each group's samples, at another scale."""
     generator = torch.Generator().manual_seed(1000 * number + step)
     x = (1 + number / 2) * torch.randn(6, 7, generator=generator)
     return x, torch.tanh(x[:, :5]) + 0.1 * number

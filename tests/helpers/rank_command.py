@@ -135,7 +135,7 @@ def reduce() -> None:
 
 
 def desert() -> None:
-    """Rank 1 fails while a collective of its own is under way that no other rank joins."""
+    """Rank 1 fails while a collective is under way that no other rank joins."""
     import torch
 
     from gradwire.comm.collectives.world import process_group

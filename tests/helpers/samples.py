@@ -58,7 +58,7 @@ VARIANTS: dict[str, list[dict]] = {
     ],
     "terngrad": [{"block": 7}],
 }
-"""Options besides the defaults with which the conformance suite builds a method; new methods add theirs."""
+"""Options, in addition to the defaults, with which the conformance suite builds a method; new methods add theirs."""
 
 
 def of_kind(kind: type[Compressor]) -> list[str]:
@@ -123,7 +123,7 @@ def assert_frequencies(ups: torch.Tensor, trials: int, probability: torch.Tensor
 
 
 def assert_unbiased(drawn: torch.Tensor, x: torch.Tensor, variance: torch.Tensor) -> None:
-    """The mean of ``drawn`` [N, ...] lies within 5 sigma of ``x`` everywhere, by the exact ``variance`` (float64)."""
+    """The mean of ``drawn`` [N, ...] is within 5 sigma of ``x`` everywhere, by the exact ``variance`` (float64)."""
     sigma = (variance.double() / len(drawn)).sqrt()
     error = (drawn.mean(dim=0) - x.double()).abs()
     assert (error <= 5 * sigma + 4 * FLOAT32.eps * x.double().abs() + math.ldexp(1, -149)).all()

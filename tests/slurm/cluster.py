@@ -180,7 +180,7 @@ def linked(link: Path, target: Path) -> Iterator[None]:
 
 @contextmanager
 def daemon(command: list[str], folder: Path, name: str = "") -> Iterator[None]:
-    """A daemon in a session of its own, ended with all that it started."""
+    """A daemon in a separate session, ended with all that it started."""
     with (folder / f"{command[0]}{name}.out").open("w") as out:
         process = subprocess.Popen(
             command, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True

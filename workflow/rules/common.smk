@@ -56,7 +56,7 @@ def why_left_out(run):
 
 IN_IMAGE = DeploymentMethod.APPTAINER in workflow.deployment_settings.deployment_method
 
-# `gradwire` is installed beside Snakemake's Python; an image has its own, which runs the same source. Either exits when
+# `gradwire` is installed next to Snakemake's Python; an image has its own, which runs the same source. Either exits when
 # the Snakemake that started it does.
 shell.prefix(
     f"[ -e /.singularity.d ] || PATH=$PATH:{Path(sys.executable).parent}; export {PARENT}={os.getpid()}; "

@@ -15,7 +15,7 @@ from gradwire.base.files import digest, sha256_file
 
 CONTAINERS = Path(__file__).parents[3] / "containers"
 VARIANTS = ("cpu", "cuda")
-RECIPE = ("gradwire.def", "rootfs", "check.py")  # every file that determines an image, besides the locks
+RECIPE = ("gradwire.def", "rootfs", "check.py")  # with the locks, every file that determines an image
 # The host's environment variables that jobs in an image see. profiles/container sets Snakemake's numbers of threads.
 VARIABLES = ("CUDA_VISIBLE_DEVICES", "NVIDIA_", "NCCL_", "GLOO_", "SLURM_", "GRADWIRE_", "HF_")
 PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy")

@@ -32,7 +32,7 @@ SAMPLES = 7
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    """The small model after three steps of Adam, whose moments stand beside it; one parameter was never trained."""
+    """The small model after three steps of Adam, whose moments are next to it; one parameter was never trained."""
     small = make(tmp_path_factory.mktemp("types"))
     model = causal.load(small.model)
     adam = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.8, 0.95), eps=1e-6)

@@ -1041,7 +1041,7 @@ def extra_rank(run):
 
 
 def extra_width(run):
-    """As if the matrix of another run lay beside this one's, or one of a width that was collected before."""
+    """As if the matrix of another run were next to this one's, or one of a width that was collected before."""
     for width in (run / "rank_0" / "dim64", run / "rank_1" / "dim64", run / "dim64"):
         shutil.copytree(width, width.with_name("dim640"))
     return run / "dim640"
@@ -1171,7 +1171,7 @@ def test_an_edited_provenance_is_not_that_of_the_rows(run, capsys, changes):
     assert "no row is of this collection" in capsys.readouterr().err
 
 
-def test_a_matrix_of_another_width_beside_the_runs_is_found(run, capsys):
+def test_a_matrix_of_another_width_next_to_the_runs_is_found(run, capsys):
     path = extra_width(run)
     assert cli.main(["grads", "validate", "--output_dir", str(run)]) == 1
     assert f"{path} belongs to no rank or width of the collection" in capsys.readouterr().err

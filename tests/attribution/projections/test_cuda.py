@@ -58,7 +58,7 @@ def test_rows_that_are_not_contiguous_project_alike(kernels):
 @pytest.mark.parametrize(
     ("triton", "capability", "said"), [(False, (9, 0), "triton is not"), (True, (7, 5), "Tesla T4")]
 )
-def test_a_gpu_without_kernels_is_told_so(triton, capability, said, monkeypatch):
+def test_a_gpu_without_kernels_warns(triton, capability, said, monkeypatch):
     monkeypatch.setattr(matrices, "find_spec", lambda name: object() if triton else None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")

@@ -223,7 +223,7 @@ def test_shards_that_were_modified(stores, tmp_path, capsys):
 
 
 def test_a_model_that_is_not_the_stores(stores, tmp_path, capsys):
-    """Other weights; another tokenizer beside the same weights."""
+    """Other weights; another tokenizer with the same weights."""
     small, of = stores
     other = copied(small.model, tmp_path / "weights")
     weights = load_file(other / "model.safetensors")

@@ -63,7 +63,7 @@ def outside(written: list[Written]) -> list[str]:
 
 
 def strays(figure: Figure) -> None:
-    """No point and no name of one lies outside its axes."""
+    """No point and no name of one is outside its axes."""
     for ax in figure.axes:
         for line in ax.lines:
             if line.get_transform() == ax.transData:
@@ -136,7 +136,7 @@ def test_no_two_texts_of_the_committed_records_figures_overlap(tmp_path, written
     assert len(texts) == len(drawings) >= figures
     assert outside(written) == []
     pairs = [pair for found in texts.values() for pair in combinations(found, 2)]
-    assert [(one, other) for (one, box), (other, beside) in pairs if box.overlaps(beside)] == []
+    assert [(one, other) for (one, box), (other, other_box) in pairs if box.overlaps(other_box)] == []
     assert [one.text for one in written if re.search(r"[$\\^{}]", one.text)] == []
 
 

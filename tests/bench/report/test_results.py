@@ -30,7 +30,7 @@ def test_results_are_a_frame_with_a_row_per_run(folder):
     assert load_results(folder / "results.jsonl").equals(frame)
 
 
-def test_all_bytes_count_parameters_beside_gradients(folder):
+def test_all_bytes_count_parameters_and_gradients(folder):
     frame = load_results(folder)
     int8 = frame[frame["compressor"] == "int8"]
     for _, row in int8.iterrows():

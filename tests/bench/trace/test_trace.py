@@ -73,7 +73,7 @@ def test_a_cover_forgets_what_others_cover(those):
 
 @given(pairs, st.integers(0, 40), st.integers(0, 40))
 @settings(deadline=None)
-def test_what_is_near_holds_all_that_lies_within(those, start, end):
+def test_what_is_near_holds_all_that_is_within(those, start, end):
     one, window = intervals(those), intervals([(start, end)])
     assert intersection(near(one, start, end), window).tolist() == intersection(one, window).tolist()
 
@@ -116,7 +116,7 @@ def test_a_cuda_trace_gives_the_times_computed_by_hand(tmp_path):
         event("kernel", "sm90_xmma_gemm_f32f32", 100, 400, 7, stream=7),
         event("kernel", "encode_kernel", 450, 600, 7, stream=7),  # in the range below: no compute
         event("gpu_user_annotation", "gradwire/encode", 440, 610, 7),
-        event("kernel", "elementwise_kernel", 460, 480, 22, stream=22),  # beside it, on another stream: compute
+        event("kernel", "elementwise_kernel", 460, 480, 22, stream=22),  # at the same time, on another stream: compute
         event("kernel", "decode_kernel", 810, 840, 7, stream=7),
         event("gpu_user_annotation", "gradwire/decode", 800, 850, 7),
         event("kernel", "elementwise_kernel", 990, 1010, 7, stream=7),  # in both steps
@@ -357,7 +357,7 @@ def test_a_group_of_one_communicates_with_nobody(tmp_path):
 
 
 def traced(rank, world_size, group, folder):
-    """Two profiled steps: an all-reduce beside a product, then a reduce-scatter, an encoding and an exchange."""
+    """Two profiled steps: an all-reduce during a product, then a reduce-scatter, an encoding and an exchange."""
     import torch
     import torch.distributed as dist
     from torch.profiler import ProfilerActivity, profile, record_function, schedule
@@ -516,7 +516,7 @@ def two_ranks(late: int, offset: int) -> list[Trace]:
 def test_transfer_is_communication_without_waiting_whatever_the_clocks(late, offset):
     traces = two_ranks(late, offset)
     assert transfer_ms(traces) == pytest.approx((100 - late + 50) / 1e6)
-    # What lies in another collective is not counted twice, and is waited for like that one.
+    # What is within another collective is not counted twice, and is waited for like that one.
     for trace, call in zip(traces, (150, 160), strict=True):
         start = trace.steps[0].start
         trace.calls.append(Span("all_gather", 0, start + call, start + call + 1))

@@ -1,4 +1,4 @@
-"""The delivered gradient against the exact mean, and what a reduction did besides sending: float64 in one process.
+"""The delivered gradient against the exact mean, and what a reduction did and sent: float64 in one process.
 
 Of `measure.py`.
 """
@@ -31,7 +31,7 @@ def gradients(rank, size, step):
 
 
 def padding(layout):
-    """Where no shard lies."""
+    """Where no shard is."""
     free = torch.ones(layout.numel, dtype=torch.bool)
     for shard in layout.shards:
         free[shard.place] = False

@@ -130,9 +130,9 @@ def test_the_cables_of_islands_carry_the_bytes_between_them(shards, tmp_path, ce
 def test_flat_shards_send_parameters_and_gradients_over_the_cables(world, shards, tmp_path):
     flat = on_cables(tmp_path / "flat", shards, strategy="fsdp2")
     changes = {"model": json.dumps(LARGER), "eval_every": 0, "strategy": "fsdp2"}
-    _, beside = trained(world, shards, tmp_path / "output_dir", {}, islands=1, **changes)
+    _, counted = trained(world, shards, tmp_path / "output_dir", {}, islands=1, **changes)
     for field in ("bytes_raw_total", "bytes_compressed_total", "bytes_parameters_raw_total", "train_loss"):
-        assert flat[field] == beside[field], field
+        assert flat[field] == counted[field], field
     assert "bytes_between_total" not in flat
     islands = on_cables(tmp_path / "islands", shards, strategy="hsdp")
     assert flat["bytes_interface_between_total"] > 2 * islands["bytes_interface_between_total"]

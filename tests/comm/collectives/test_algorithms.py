@@ -243,7 +243,7 @@ def test_a_reduce_scatter_needs_rows_that_follow_each_other(turns):
     assert all("contiguous rows" in said for said in turns(2).run(scatters_packed))
 
 
-# Layers repeat their shapes. A bias lies between matrices, one matrix is too small to be compressed.
+# Layers repeat their shapes. A bias is between matrices, one matrix is too small to be compressed.
 LAYERS = [
     ("a", (9, 14)),
     ("bias", (5,)),

@@ -1,4 +1,4 @@
-"""Layouts: every element of every parameter lies in the buffer exactly once, and nothing else does."""
+"""Layouts: every element of every parameter is in the buffer exactly once, and nothing else does."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_shards_cover_every_element_once(cut, shapes, world):
 
 @every_cut
 @given(shapes=shapes, world=worlds)
-def test_a_shard_lies_in_its_row_and_holds_what_it_names(cut, shapes, world):
+def test_a_shard_is_in_its_row_and_holds_what_it_names(cut, shapes, world):
     layout = cut(shapes, world)
     tensors, _ = numbered(shapes)
     rows = layout.in_rows(layout.pack(tensors))

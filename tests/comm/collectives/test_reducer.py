@@ -649,7 +649,7 @@ def test_every_operation_is_right_and_counted(world, size):
 
 
 def in_parts(rank, world, group):
-    """Every rank sends ``7 * to + 3 * rank`` bytes and more of its own to rank ``to``, and some to all: in messages."""
+    """Every rank sends ``7 * to + 3 * rank`` bytes and more to rank ``to``, and some to all: in messages."""
     sizes = [[ops.LARGEST // 8 + 7 * to + 3 * of for to in range(world)] for of in range(world)]
     x = torch.randint(0, 256, (sum(sizes[rank]),), dtype=torch.uint8, generator=torch.Generator().manual_seed(rank))
     mine = [row[rank] for row in sizes]

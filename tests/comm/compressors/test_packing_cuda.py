@@ -45,4 +45,4 @@ def test_packed_tiles_make_the_stream_and_come_back(bits, count):
     back = torch.full((programs * TILE,), -1, dtype=torch.int32, device=DEVICE)
     load[(programs,)](out, back, count, BITS=bits, TILE=TILE)
     assert torch.equal(back[:count], codes)
-    assert (back[count:] == 0).all(), "what lies beyond the last code is not 0"
+    assert (back[count:] == 0).all(), "what is beyond the last code is not 0"

@@ -18,7 +18,7 @@ from gradwire.comm.compressors.segments import Segment, Segments
 
 
 class Halved(Compressor):
-    """A third party's compressor with nothing of its own for many tensors."""
+    """A third party's compressor without a method for many tensors."""
 
     name = "halved"
 

@@ -444,8 +444,8 @@ def unreduced_on_one_rank(rank, world, group, make):
 
 @pytest.mark.parametrize("make", [torch.optim.SGD, Communicates])
 def test_a_gradient_that_is_no_mean_is_not_used_and_the_step_raises_on_all_ranks(world, make):
-    (told, first, means), (told_too, second, same_means) = world(2).run(unreduced_on_one_rank, make)
-    assert told == told_too and "2 parameters have gradients that were not reduced on rank 1 (" in told
+    (message, first, means), (same_message, second, same_means) = world(2).run(unreduced_on_one_rank, make)
+    assert message == same_message and "2 parameters have gradients that were not reduced on rank 1 (" in message
     assert not any(second), "the rank that has such a gradient waits for the others"
     assert first == [False, False, *([make is torch.optim.SGD] * 4)], "while an optimizer communicates, nobody agrees"
     assert all(map(torch.equal, means, same_means))

@@ -47,7 +47,7 @@ every_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
 
 
 class Odd(nn.Module):
-    """Shapes that no number of ranks divides, parameters of its own beside those of its children, a 3-D one too."""
+    """Shapes that no number of ranks divides, direct parameters next to those of its children, a 3-D one too."""
 
     def __init__(self):
         super().__init__()

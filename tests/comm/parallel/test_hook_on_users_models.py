@@ -309,13 +309,13 @@ def test_reentrant_checkpointing(world, strategy):
 # --- parameters that are DDP's own business ---
 
 
-def ignoring(rank, world, group, way, told):
+def ignoring(rank, world, group, way, said):
     """Gradients where DDP ignores a layer or delays its reduction, with a hook and without one."""
     results = []
     for hooked in (True, False):
         model = blocks(count=3)
         names, options = ["1.line.weight", "1.line.bias"], {}
-        if told == "ignore":
+        if said == "ignore":
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
         else:
             delayed = [(name, parameter) for name, parameter in model.named_parameters() if name in names]
@@ -334,12 +334,12 @@ def ignoring(rank, world, group, way, told):
     return results
 
 
-@pytest.mark.parametrize(("way", "told"), [("hook", "ignore"), ("comm_hook", "ignore"), ("hook", "delay")])
-def test_parameters_that_ddp_ignores_or_delays(world, way, told):
-    for mine, without in world(2).run(ignoring, way, told):
+@pytest.mark.parametrize(("way", "said"), [("hook", "ignore"), ("comm_hook", "ignore"), ("hook", "delay")])
+def test_parameters_that_ddp_ignores_or_delays(world, way, said):
+    for mine, without in world(2).run(ignoring, way, said):
         assert mine.keys() == without.keys()
         for name, gradient in without.items():
-            if told == "ignore" or not name.startswith("1."):  # torch 2.13's own means of delayed ones are wrong
+            if said == "ignore" or not name.startswith("1."):  # torch 2.13's own means of delayed ones are wrong
                 torch.testing.assert_close(mine[name], gradient, rtol=1e-6, atol=1e-7)
 
 
@@ -662,7 +662,7 @@ def uneven(rank, world, group):
     return None
 
 
-def test_ranks_that_end_different_numbers_of_steps_are_told_so(world):
+def test_ranks_that_end_different_numbers_of_steps_get_an_error(world):
     for message in world(2).run(uneven):
         assert "takes as many optimizer steps as the others" in message
 

@@ -302,7 +302,7 @@ def by_name(layout, flat):
     "name", [pytest.param(name, marks=[pytest.mark.sweep] * (name != "sparseloco")) for name in COMPRESSED]
 )
 def test_what_optimizers_send_between_islands_is_its_protocol_in_one_process(world, name):
-    """Shards of momenta or pseudo-gradients, each with a residual of its own, decayed, in every fragment."""
+    """Shards of momenta or pseudo-gradients, each with its residual, decayed, in every fragment."""
     method, own, reduction, _ = COMPRESSED[name]
     results = world(4).run(reductions, name)
     cut = by_rows({name: tuple(p.shape) for name, p in model_of("odd").named_parameters()}, 2)

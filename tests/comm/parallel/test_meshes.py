@@ -127,7 +127,7 @@ def test_peers_of_tensor_parallelism_round_alike(world, stack):
 
 
 def drawn_apart(rank, world, group):
-    """Norms after a round of `DiLoCo` with random rounding, on DDP besides tensor parallelism."""
+    """Norms after a round of `DiLoCo` with random rounding, on DDP with tensor parallelism."""
     model, sample = tensor_ddp(world)
     optimizer = gradwire.DiLoCo(
         torch.optim.SGD(model.parameters(), lr=0.1), model, sync_every=2, compressor="qsgd", error_feedback=True
@@ -249,7 +249,7 @@ def parameter_bytes(rank, world, group, encoding):
 
 
 @pytest.mark.parametrize(("encoding", "share"), [("int8", 0.5), ("int4-diff", 0.1)])
-def test_bytes_of_parameters_are_counted_beside_those_of_float32(world, encoding, share):
+def test_bytes_of_parameters_are_counted_next_to_those_of_float32(world, encoding, share):
     ranks = world(2).run(parameter_bytes, encoding)
     raw = STEPS * parameters_unhooked("reduce_scatter", block_sizes(net()), 2)
     assert all(started["raw"] == 0 for started, _ in ranks)

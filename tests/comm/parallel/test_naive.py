@@ -89,14 +89,14 @@ def steps_of(rank, strategy, group, micros, **options):
     return found
 
 
-def beside_ddp(rank, world, group, micros):
+def against_ddp(rank, world, group, micros):
     return {strategy: steps_of(rank, strategy, group, micros) for strategy in ("ddp", *OURS)}
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_gradients_equal_ddps(world, size):
     """The second step comes after DDP has rebuilt its buckets."""
-    for found in world(size).run(beside_ddp, (2, 3, 1)):
+    for found in world(size).run(against_ddp, (2, 3, 1)):
         for strategy in OURS:
             for mine, theirs in zip(found[strategy], found["ddp"], strict=True):
                 for name in theirs:

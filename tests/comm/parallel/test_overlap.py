@@ -1,4 +1,4 @@
-"""Reductions beside the backward pass: they overlap, and give the same bits as reductions that the pass waits for."""
+"""Reductions during the backward pass: they overlap, and give the same bits as reductions that the pass waits for."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Every strategy with every compressor gives, bit for bit, what one process computes by the same protocol.
 
 There are two families: under `naive`, `bucket` and `ddp` a mean is encoded again on its way back; under `fsdp1` and
-`fsdp2` it stays with its owner. Error feedback is on, and every step has gradients of its own, so that residuals,
+`fsdp2` it stays with its owner. Error feedback is on, and every step has other gradients, so that residuals,
 generators and states count. `make test` runs each case under one of the ways: sums on two and on three ranks, the
 others on two or three, so that each method has both; `make test-sweep` runs the full product.
 """
@@ -69,7 +69,7 @@ class Way(NamedTuple):
         return ALGORITHMS if self.kind == "all_reduce" else ("exchange", "native")
 
     def family(self, algorithm):
-        """What the result depends on besides the case and the number of ranks."""
+        """What the result depends on, with the case and the number of ranks."""
         return (None, None) if algorithm == "native" else (self.kind, self.units if self.strategy == "fsdp1" else None)
 
     def cut(self, world):

@@ -164,7 +164,7 @@ def test_a_corpus_may_have_a_byte_order_mark_and_escapes(name, encoding, tmp_pat
 
 
 def test_a_number_may_have_more_digits_than_python_reads(tmp_path):
-    """In a process of its own: ijson ended one that kept Python's limit by a signal."""
+    """In a separate process: ijson ended one that kept Python's limit by a signal."""
     digits = "9" * 5000
     (tmp_path / "c.json").write_text(f'[{{"id": "a", "text": "words", "n": {digits}}}]')
     program = (

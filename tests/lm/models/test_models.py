@@ -331,10 +331,10 @@ def test_moments_that_do_not_belong_together_are_refused(tmp_path, change, messa
         optimizer.load(tmp_path, torch.nn.Module())
 
 
-def test_an_adapter_beside_a_model_is_refused(small, tmp_path):
+def test_an_adapter_next_to_a_model_is_refused(small, tmp_path):
     shutil.copytree(small.model, tmp_path / "m")
     (tmp_path / "m" / "adapter_config.json").write_text("{}")
-    with pytest.raises(BadInput, match="an adapter beside a model"):
+    with pytest.raises(BadInput, match="an adapter next to a model"):
         saved.digest(tmp_path / "m")
 
 

@@ -119,7 +119,7 @@ def test_rows_of_a_checkpoint_are_steps_of_its_optimizer(small, tmp_path, capsys
     assert "has no optimizer.safetensors or optimizer.pt" in capsys.readouterr().err
 
 
-def test_the_moments_of_an_adapter_are_found_beside_it(small, tmp_path):
+def test_the_moments_of_an_adapter_are_found_next_to_it(small, tmp_path):
     peft = pytest.importorskip("peft")
     adapted = peft.get_peft_model(
         causal.load(small.model),

@@ -21,7 +21,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "signsgd": [{"scale": "none"}],
     "qsgd": [{"norm": "max"}],
 }
-"""Options that are timed besides the defaults."""
+"""Options that are timed in addition to the defaults."""
 
 CHAINS = ("topk+int8", "topk+natural", "topk+fp16", "randomk+qsgd", "randomk+int8", "threshold+onebit")
 """Chains that are timed by default."""

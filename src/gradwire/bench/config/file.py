@@ -41,7 +41,7 @@ class Dataset(Strict, extra="allow"):
     Other keys are options of the source (`gradwire.lm.data.sources`), which checks them.
     """
 
-    source: str = Field("pydocs", description="source of the corpus; its options are keys beside it")
+    source: str = Field("pydocs", description="source of the corpus; its options are further keys")
     max_mb: float | None = Field(None, gt=0, description="MB of text after which the download stops")
     tokenizer: str = Field("bpe", description="`bpe` trains one on the corpus; else a tokenizer folder such as GPT-2's")
     vocab_size: Annotated[int, VOCABULARY] = Field(VOCAB_SIZE, description="vocabulary of a trained tokenizer")

@@ -176,7 +176,7 @@ def _enter(file: int) -> None:
 
 @contextmanager
 def testbed(link: str, islands: int, ranks: int = 1) -> Iterator[Testbed]:
-    """Build the testbed in the namespaces that `enter` created, with ``ranks`` in each of its own.
+    """Build the testbed in the namespaces that `enter` created, with ``ranks`` ranks in each.
 
     Raises:
         RunFault: If a command fails that worked in `probe`.

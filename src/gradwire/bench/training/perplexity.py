@@ -23,7 +23,7 @@ class Options(Strict):
     split: Literal["val", "train", "all"] = Field("val", description="all: both splits")
     batch_size: Annotated[int, COUNT] = Field(32, description="samples per forward pass")
     output: Annotated[Path, output_file] | None = Field(
-        None, description="file to write (default: perplexity.json beside --model_dir)"
+        None, description="file to write (default: perplexity.json next to --model_dir)"
     )
     device: Device = Field("auto", description="auto: cuda if there is a GPU, else cpu")
     max_length: Annotated[int, LENGTH] | None = Field(

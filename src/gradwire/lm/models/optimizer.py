@@ -2,7 +2,7 @@
 
 Parameters in ``optimizer.pt`` have numbers, not names: torch numbers them group by group. `Trainer.create_optimizer`
 makes two groups, of parameters with and without weight decay, each in the order of the model; other scripts make one
-group. An order that gives every parameter moments of its own shape is taken for the right one, unless another order
+group. An order that gives every parameter moments of its shape is taken for the right one, unless another order
 does so too.
 """
 

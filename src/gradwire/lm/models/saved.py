@@ -26,7 +26,7 @@ def check(path: Path) -> None:
     """Check that a folder holds a model, whose configuration is as it was saved.
 
     Raises:
-        BadInput: If a file is missing or invalid, or an adapter is beside the model.
+        BadInput: If a file is missing or invalid, or an adapter is next to the model.
     """
     if not (Path(path) / CONFIG).is_file() and (Path(path) / ADAPTER).is_file():
         raise BadInput(
@@ -35,7 +35,7 @@ def check(path: Path) -> None:
     if not (Path(path) / CONFIG).is_file():
         raise BadInput(f"{path} holds no model: {CONFIG} is missing.")
     if (Path(path) / ADAPTER).is_file():
-        raise BadInput(f"{path} has an adapter beside a model ({ADAPTER}): move it to a separate folder.")
+        raise BadInput(f"{path} has an adapter next to a model ({ADAPTER}): move it to a separate folder.")
     for file in weights(path):
         if not file.is_file():
             raise BadInput(f"{path} holds no model: {file.name} is missing.")

@@ -27,7 +27,7 @@ def plane(count: int, size: int, dimensions: int, seed: int = 0, frame: int = 0)
 
 
 def energies(x: torch.Tensor, size: int, components: int) -> tuple[float, float]:
-    """The slices' energy around their mean, and what lies outside the first components, by the singular values."""
+    """The slices' energy around their mean, and what is outside the first components, by the singular values."""
     slices = x[: x.numel() - x.numel() % size].view(-1, size).double()
     values = torch.linalg.svdvals(slices - slices.mean(dim=0)).square()
     return values.sum().item(), values[components:].sum().item()
@@ -180,7 +180,7 @@ def test_a_window_forgets_what_is_not_finite(ruin):
 
 
 @pytest.mark.parametrize("at", [0, 300, 512])
-def test_one_bad_value_shows_wherever_it_lies(at):
+def test_one_bad_value_shows_wherever_it_is(at):
     x = normal(513, seed=3)
     x[at] = math.nan
     flag = torch.zeros(1, dtype=torch.uint8)

@@ -83,7 +83,7 @@ def test_wires_by_hand():
     block=st.integers(1, 12),
     seed=st.integers(0, 2**31),
 )
-def test_any_element_becomes_a_neighbouring_power_or_what_lies_below_the_range(values, bits, block, seed):
+def test_any_element_becomes_a_neighbouring_power_or_what_is_below_the_range(values, bits, block, seed):
     x = torch.tensor(values)
     compressor = build("natural", bits=bits, block=block)
     decoded = compressor.decode(compressor.encode(x, generator=generator(seed)), len(values)).double()

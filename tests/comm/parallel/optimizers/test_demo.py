@@ -125,7 +125,7 @@ def test_one_rank_takes_signs_of_gradients(world):
 
 
 def test_the_preset():
-    """The paper's defaults; a round of its own it does not have."""
+    """The paper's defaults; it has no rounds."""
     cell = Cell.parse("demo", {"comm_optimizer": "demo"})
     assert cell.method == "dcttopk" and cell.communication.module.endswith(".demo") and "demo" not in LOCAL
     assert (cell.reduction.error_feedback, cell.reduction.ef_decay) == (True, 0.999)

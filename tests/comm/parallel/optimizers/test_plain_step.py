@@ -35,7 +35,7 @@ def model_of(kind, net):
 
 
 def perturbed(net, rank):
-    """The model with weights of its own on every rank but the first, which are to be replaced by the first one's."""
+    """The model with other weights on every rank but the first, which are to be replaced by the first one's."""
     with torch.no_grad():
         for p in net.parameters():
             p.add_(rank)

@@ -35,7 +35,7 @@ INT4 = {"method": "int8", "num_bits": 4, "block": 8}
 
 
 class Replayed(Simulated):
-    """Ranks whose embedding is, at the end of a round, one that an optimizer of its own moved by mean gradients."""
+    """Ranks whose embedding is, at the end of a round, one that a separate optimizer moved by mean gradients."""
 
     def __init__(self, world, method, cell, embeddings, **options):
         super().__init__(world, method, cell, **options)

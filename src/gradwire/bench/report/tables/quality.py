@@ -1,8 +1,8 @@
 """Quality of cells: their perplexities against those of the same optimizer in every step.
 
-Quality does not depend on the link, so a timing cell takes the perplexity of a long run with its label: of its own
-strategy if that has one, else of ddp, else of any. The two may differ only in their numbers of steps and of warm-up
-steps (``dense_steps``), and in the learning rate; otherwise the cell has no perplexity.
+Quality does not depend on the link, so a timing cell takes the perplexity of a long run with its label: of the
+same strategy if that has one, else of ddp, else of any. The two may differ only in their numbers of steps and of
+warm-up steps (``dense_steps``), and in the learning rate; otherwise the cell has no perplexity.
 """
 
 from __future__ import annotations

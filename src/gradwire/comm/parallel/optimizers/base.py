@@ -44,7 +44,7 @@ AnyCompressor = Compressor | str | Mapping[str, Any]
 class Communicating(Optimizer):
     """An optimizer whose ``step`` communicates, so that every rank must call it.
 
-    Its ``state_dict`` holds all that a rank needs to resume, besides the model's: the state of a torch optimizer, the
+    Its ``state_dict`` holds all that a rank needs to resume, except the model's: the state of a torch optimizer, the
     reducer's, and what this rank keeps of its rounds. Every rank saves and loads its own, or passes the optimizer to
     `torch.distributed.checkpoint`.
 
@@ -273,7 +273,7 @@ class Communicating(Optimizer):
         super().add_param_group(param_group)
 
     def rank_state(self) -> dict[str, Any]:
-        """Return what this rank keeps besides torch's state, the reducer's state included; in no case copies.
+        """Return what this rank keeps in addition to torch's state, the reducer's state included; no copies.
 
         It has the form of `comm.collectives.state`. ``state_dict`` holds it; a framework that stores torch's part by
         itself (`torch.distributed.checkpoint.state_dict.get_state_dict`) needs it separately.

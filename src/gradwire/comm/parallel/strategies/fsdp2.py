@@ -1,6 +1,6 @@
 """fully_shard (FSDP2): each parameter is sharded along one dimension, and reduced with its group.
 
-A model may be sharded over any mesh: over all ranks, over islands of ranks with replicas between them (HSDP), besides
+A model may be sharded over any mesh: over all ranks, over islands of ranks with replicas between them (HSDP), next to
 tensor or expert parallelism. The reducer replaces FSDP2's reduce-scatter over the shards and its all-reduce over the
 replicas; other dimensions of a mesh are left alone.
 """
