@@ -107,7 +107,7 @@ class _Watch:
         self._parameters = trainable(model)
         self._names = {id(p): name for name, p in self._parameters.items()}  # FSDP2 swaps those of a layer that runs
         owned = {
-            module: {at: self._names[id(p)] for at, p in module.named_parameters(recurse=False) if p.requires_grad}
+            module: {name: self._names[id(p)] for name, p in module.named_parameters(recurse=False) if p.requires_grad}
             for module in model.modules()
         }
         self._owned = {module: names for module, names in owned.items() if names}

@@ -46,11 +46,6 @@ class Case:
     codec: Codec
     options: dict[str, Any] = field(default_factory=dict)
 
-    @property
-    def own(self) -> bool:
-        """Whether the case is one of the package's compressors."""
-        return isinstance(self.codec, Compressor)
-
     def form(self, device: torch.device) -> str:
         """``kernel``, ``reference`` or, for a chain of both, ``kernel+reference``; ``torch`` for those of PyTorch."""
         if not isinstance(self.codec, Compressor):

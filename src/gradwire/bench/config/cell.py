@@ -138,7 +138,7 @@ class Cell(Strict):
         """Whether a reducer is attached; ``none: {}`` keeps the framework's own reduction."""
         return self.method != "none" or bool(self.reduction.model_fields_set) or self.inside is not None
 
-    def own(self, training: Training) -> Training:
+    def applied_to(self, training: Training) -> Training:
         """The settings of training with those that the cell replaces."""
         replaced = {key: value for key in OF_TRAINING if (value := getattr(self, key)) is not None}
         return training.model_copy(update=replaced)
@@ -191,7 +191,7 @@ def check_private(training: Training, cell: Cell, strategy: str) -> None:
     if not training.private:
         return
     reason = None
-    if cell.own(training).precision != "fp32":
+    if cell.applied_to(training).precision != "fp32":
         reason = f"precision {cell.precision} is not that of the float32 gradients whose norms clip; omit it"
     elif strategy == "fsdp1":
         reason = "strategy fsdp1 flattens parameters, so that layers do not have their own; use fsdp2"

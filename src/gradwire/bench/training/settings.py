@@ -203,7 +203,7 @@ def settings_of(options: Options) -> Settings:
     method = keys.setdefault("method", "none")
     cell = Cell.parse(options.label or str(method), keys)
     cell.check_strategy(options.strategy)
-    training = cell.own(options.training)
+    training = cell.applied_to(options.training)
     check_private(training, cell, options.strategy)
     if options.simulated_ranks is not None:
         if options.verify_sync:

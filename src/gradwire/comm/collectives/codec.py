@@ -132,11 +132,11 @@ class Feedback:
         Raises:
             ValueError: If it is the state of another type or of another shape.
         """
-        own = self.state_dict()
-        given, needed = ({key: tuple(kept.shape) for key, kept in tensors.items()} for tensors in (state, own))
+        current = self.state_dict()
+        given, needed = ({key: tuple(kept.shape) for key, kept in tensors.items()} for tensors in (state, current))
         if given != needed:
             raise ValueError(f"this error feedback keeps {needed}, and was given {given}")
-        for key, kept in own.items():
+        for key, kept in current.items():
             kept.copy_(state[key])
 
 
@@ -280,11 +280,11 @@ class Codec:
         """Return what ``find`` finds for a batch, once for each ``among``: a codec has new ones with each state."""
         kept: dict[str, Any] = batch.segments.derive(key, dict)
         if kept.get("among") is not among:
-            found = find()
+            values = find()
             if self._loaded.unmet:
-                return found
-            kept |= {"among": among, "found": found}
-        return kept["found"]
+                return values
+            kept |= {"among": among, "values": values}
+        return kept["values"]
 
     def _generators_of(self, batch: Batch, phase: Phase, device: torch.device) -> list[torch.Generator]:
         """Return the generators of a batch's tensors."""

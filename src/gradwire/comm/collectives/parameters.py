@@ -125,20 +125,20 @@ class Replica:
         self.reset(shards)
 
     @property
-    def own(self) -> Tensor:
+    def row(self) -> Tensor:
         """This rank's row: float32 [row_numel], a view."""
         return self.values.view(self.layout.world, -1)[self.gather.ranks.rank]
 
     def reset(self, shards: Mapping[str, Tensor]) -> None:
         """Set the replica to the ranks' exact shards, by name."""
-        row = torch.zeros_like(self.own)
+        row = torch.zeros_like(self.row)
         for shard in self.layout.rows[self.gather.ranks.rank]:
             row[self.layout.place_in_row(shard)] = shards[shard.name].reshape(-1)
         self.restore(row)
 
     def restore(self, row: Tensor) -> None:
         """Set the replica to exactly the rows that all ranks pass here."""
-        self.own.copy_(row)
+        self.row.copy_(row)
         self.gather(self.values, self.layout, exact=True)
         self.values.add_(0.0)  # turns -0.0 into 0.0, as `ParameterGather.add` needs it
 
@@ -148,4 +148,4 @@ class Replica:
         Args:
             row: This rank's shard as it is now: float32 [row_numel].
         """
-        self.gather.add(row - self.own, self.values, self.layout)
+        self.gather.add(row - self.row, self.values, self.layout)

@@ -174,9 +174,9 @@ class Loaded:
     def all_residuals(self) -> dict[Key, dict[str, Tensor]]:
         """Return the residuals of shards, also of those that are cut again."""
         loose = {
-            (name, phase, at): {RESIDUAL: residual}
+            (name, phase, start): {RESIDUAL: residual}
             for (name, phase), parts in self._loose.items()
-            for at, residual in parts
+            for start, residual in parts
         }
         return {**self.residuals, **loose}
 
@@ -186,23 +186,23 @@ class Loaded:
             return self.residuals.pop((shard.name, phase, shard.at), None)
         residual, rest = torch.zeros(shard.numel, dtype=torch.float32, device="cpu"), list[tuple[int, Tensor]]()
         end = shard.at + shard.numel
-        for at, loose in self._loose.pop((shard.name, phase)):
-            first, last = max(at, shard.at), min(at + loose.numel(), end)
+        for start, loose in self._loose.pop((shard.name, phase)):
+            first, last = max(start, shard.at), min(start + loose.numel(), end)
             if first >= last:
-                rest.append((at, loose))
+                rest.append((start, loose))
                 continue
             residual = residual.to(loose.device)
-            residual[first - shard.at : last - shard.at] = loose[first - at : last - at]
-            parts = ((at, loose[: first - at]), (last, loose[last - at :]))
-            rest += [(start, part) for start, part in parts if part.numel()]
+            residual[first - shard.at : last - shard.at] = loose[first - start : last - start]
+            parts = ((start, loose[: first - start]), (last, loose[last - start :]))
+            rest += [(begin, part) for begin, part in parts if part.numel()]
         if rest:
             self._loose[shard.name, phase] = rest
         return {RESIDUAL: residual}
 
     def loosen(self, residuals: Mapping[Key, dict[str, Tensor]]) -> None:
         """Take residuals, and those that were loaded, from their shards; later shards get those of their elements."""
-        for (name, phase, at), residual in {**self.residuals, **residuals}.items():
-            self._loose.setdefault((name, phase), []).append((at, residual[RESIDUAL].clone()))
+        for (name, phase, start), residual in {**self.residuals, **residuals}.items():
+            self._loose.setdefault((name, phase), []).append((start, residual[RESIDUAL].clone()))
         self.residuals = {}
 
     def drop_loose(self) -> None:

@@ -88,7 +88,7 @@ class Sparse(Compressor):
 
     def decoded(self, wire: Tensor, shape: tuple[int, ...]) -> Tensor:
         """`from_wire` in its fastest form."""
-        places, head = self.sparsifier.found(wire, shape)
+        places, head = self.sparsifier.decoded_places(wire, shape)
         values = self.quantizer.decoded(self._values(wire[head:], places), (places.numel(),))
         return self.sparsifier.placed(values, places, shape)
 
@@ -160,7 +160,7 @@ class Sparsifier(Sparse):
             return pick(self, x, generator)
         return *self.pick(x, generator), self.not_representable(x)
 
-    def found(self, wire: Tensor, shape: Shape) -> tuple[Tensor, int]:
+    def decoded_places(self, wire: Tensor, shape: Shape) -> tuple[Tensor, int]:
         """`places` in its fastest form for the wire's device."""
         return (kernels.find(self, wire.device).places or type(self).places)(self, wire, shape)
 

@@ -341,7 +341,7 @@ class Compression:
 
         Every rank saves and loads its own, or passes the compression to `torch.distributed.checkpoint`.
         """
-        rows = {name: replica.own for name, replica in self.parameters.replicas.items()}
+        rows = {name: replica.row for name, replica in self.parameters.replicas.items()}
         reduced = self.reducer.state_dict()
         return state.extended(reduced, {"replicas": rows}) if rows else reduced
 
@@ -356,7 +356,7 @@ class Compression:
         part = state.taken(state_dict, self.reducer.codec.rank, self.reducer.topology, "a compression").part or {}
         rows, model, replicas = part.get("replicas"), self._model(), self.parameters.replicas
         if rows is not None:
-            state.check_tensors(rows, {name: replica.own for name, replica in replicas.items()}, "replicas")
+            state.check_tensors(rows, {name: replica.row for name, replica in replicas.items()}, "replicas")
         self.reducer.load_state_dict(state_dict)
         for name, replica in replicas.items() if model is not None else ():
             if rows is not None:

@@ -56,7 +56,7 @@ def checkpoint_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     strategy = strategy_of(model)
     if strategy.replicas:  # every rank has all of a replica, and stores its own row
         mesh = strategy.mesh()
-        rows = {name: replica.own.clone() for name, replica in strategy.replicas.items()}
+        rows = {name: replica.row.clone() for name, replica in strategy.replicas.items()}
         placed = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
         state["replicas"] = {name: DTensor.from_local(row, mesh, placed) for name, row in rows.items()}
     return state

@@ -243,12 +243,12 @@ def target_losses(targets: Targets, row: Result, results: Sequence[Result]) -> d
     losses = {f"{ppl:g}": math.log(ppl) for ppl in targets.ppl}
     label = targets.relative_to
     known = [
-        other
-        for other in results
-        if (other.compressor, other.world_size, other.seed) == (label, row.world_size, row.seed)
-        if other.status == "ok" and other.val_loss is not None
+        result
+        for result in results
+        if (result.compressor, result.world_size, result.seed) == (label, row.world_size, row.seed)
+        if result.status == "ok" and result.val_loss is not None
     ]
-    best = max(known, key=lambda other: (other.strategy == row.strategy, other.link == row.link), default=None)
+    best = max(known, key=lambda result: (result.strategy == row.strategy, result.link == row.link), default=None)
     if label and best is not None and best.val_loss is not None:
         losses[label] = best.val_loss + ROUNDING
     return losses
@@ -302,7 +302,7 @@ def on_link(row: Result, source: Result, results: Iterable[Result]) -> dict[str,
     if steps is None:
         return {}
     baseline = row.run._replace(compressor=BASELINE)
-    dense = next((other.step_time_ms_mean for other in results if other.run == baseline), None)
+    dense = next((result.step_time_ms_mean for result in results if result.run == baseline), None)
     times = {
         name: None if n is None else duration(n, source, row.step_time_ms_mean, dense) for name, n in steps.items()
     }

@@ -91,7 +91,7 @@ class RandomK(Sparsifier):
         """One sum of the values at places that all ranks know."""
         key = f"{context.seed}/{context.step}/{context.name}".encode()
         seed = torch.frombuffer(bytearray(hashlib.sha256(key).digest()[:SEED]), dtype=torch.uint8).to(x.device)
-        places, _ = self.found(seed, context.shape)
+        places, _ = self.decoded_places(seed, context.shape)
         values = x.view(-1)[places]
         total = yield ReduceRequest("sum", values)
         mean, sent = (self.placed(vector, places, context.shape) for vector in (total / context.world, values))

@@ -81,8 +81,8 @@ class Threshold(Sparsifier):
 
     def places(self, wire: Tensor, shape: Shape) -> tuple[Tensor, int]:
         """Read the number and the code of the places."""
-        found, used = indices.decode(wire[COUNT:], numel(shape), self.count(wire, shape), self.indices)
-        return found, COUNT + used
+        places, used = indices.decode(wire[COUNT:], numel(shape), self.count(wire, shape), self.indices)
+        return places, COUNT + used
 
     def count(self, wire: Tensor, shape: Shape) -> int:
         """Read how many places there are.
