@@ -1,4 +1,4 @@
-"""Rates and times as tc spells them."""
+"""Rates and times as tc spells them; numbers of things."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 import pytest
 
 from gradwire.base.errors import BadInput
-from gradwire.base.units import bits_per_second, rate_text, seconds
+from gradwire.base.units import amount, bits_per_second, rate_text, seconds
 
 
 @pytest.mark.parametrize(
@@ -56,3 +56,17 @@ def test_a_rate_s_spelling(rate, text):
 
 def test_a_rate_too_low_to_be_given_is_still_spelt():
     assert rate_text(0.5) == "0.5bit"
+
+
+@pytest.mark.parametrize(
+    ("number", "noun", "text"),
+    [
+        (0, "run", "0 runs"),
+        (1, "run", "1 run"),
+        (7, "rank", "7 ranks"),
+        (1, "batch", "1 batch"),
+        (3, "batch", "3 batches"),
+    ],
+)
+def test_a_number_of_things_has_their_plural(number, noun, text):
+    assert amount(number, noun) == text

@@ -1,4 +1,4 @@
-"""Rates and times in the notation of ``tc``: ``100mbit`` and ``50us``."""
+"""Numbers with their units: rates and times in the notation of ``tc`` (``100mbit``, ``50us``), and ``2 ranks``."""
 
 from __future__ import annotations
 
@@ -52,6 +52,12 @@ def seconds(text: str) -> float:
     if time is None:
         raise BadInput(f"invalid time {text!r}: give a number and one of {', '.join(TIMES)}, such as 50us.")
     return time
+
+
+def amount(number: int, noun: str) -> str:
+    """A number of things: ``1 rank``, ``2 ranks``, ``3 batches``."""
+    plural = "es" if noun.endswith("ch") else "s"
+    return f"{number} {noun}{plural * (number != 1)}"
 
 
 def _read(text: str, units: Mapping[str, float]) -> float | None:

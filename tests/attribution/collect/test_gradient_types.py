@@ -306,7 +306,7 @@ def test_out_of_memory_halves_the_batch_and_is_reported(small, monkeypatch, caps
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(rows, "collate", hopeless)
-    with pytest.raises(RunFault, match=r"1 samples do not fit into the memory of cpu"):
+    with pytest.raises(RunFault, match=r"gradients of 1 sample do not fit into the memory of cpu"):
         maker(small, projection).blocks(shards, range(SAMPLES))
 
 
@@ -332,7 +332,7 @@ def test_memory_that_runs_out_while_rows_are_stacked_or_projected_is_halved_too(
     assert ((found.rows - wanted.rows).norm(dim=1) <= provenance.TOLERANCE["sgd"] * wanted.rows.norm(dim=1)).all()
     most = 0
     monkeypatch.setattr(hopeless.projector, "project", made.projector.project)
-    with pytest.raises(RunFault, match=r"1 samples do not fit into the memory of cpu"):
+    with pytest.raises(RunFault, match=r"gradients of 1 sample do not fit into the memory of cpu"):
         hopeless.blocks(shards, range(2))
 
 

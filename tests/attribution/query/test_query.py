@@ -200,8 +200,8 @@ def test_a_search_holds_a_block_in_memory(tmp_path):
     ("words", "message"),
     [
         (["--prompt", " ".join(["gradient"] * 50)], f"tokens, and the model in {{model}} reads {MAX_LENGTH}: shorten"),
-        (["--prompt", ""], "the prompt has 0 token(s) and so nothing to predict"),
-        (["--prompt", "g"], "the prompt has 1 token(s) and so nothing to predict"),
+        (["--prompt", ""], "the prompt has 0 tokens and so nothing to predict"),
+        (["--prompt", "g"], "the prompt has 1 token and so nothing to predict"),
         (["--sample_id", "doc/99"], "has no sample 'doc/99'; its ids begin ['doc/"),
         (["--data_path", "nowhere.json"], "nowhere.json does not exist: give a shards folder or a corpus file"),
         (["--prompt", PROMPT, "--shards", "nowhere"], "nowhere is not a shards folder"),

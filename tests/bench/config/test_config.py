@@ -224,10 +224,13 @@ def test_a_bad_cell_is_reported_in_one_message(mapping, words):
         ({"gradients": {"seeds": [1]}, "exclude": [{"seeds": [1], "reason": "-"}]}, ["gradients: `exclude` removes"]),
         ({"exclude": [{"compressors": ["none1"], "reason": "-"}]}, ["exclude.0.compressors 'none1'", "mean 'none'"]),
         ({"exclude": [{"links": ["3mbit"], "reason": "-"}]}, ["exclude.0.links '3mbit'", "Available: none"]),
-        ({"training": {"global_batch_size": 7}}, ["global_batch_size 7", "2 rank(s) x 1 micro", "a multiple of 2"]),
+        (
+            {"training": {"global_batch_size": 7}},
+            ["global_batch_size 7", "2 ranks x 1 micro-batch:", "a multiple of 2"],
+        ),
         (
             {"training": {"global_batch_size": 10, "grad_accum_steps": 5}, "grid": [{"world_sizes": [1, 4, 2]}]},
-            ["global_batch_size 10", "4 rank(s) x 5 micro", "a multiple of 20"],
+            ["global_batch_size 10", "4 ranks x 5 micro-batches:", "a multiple of 20"],
         ),
         ({"grid": {"simulated": True}}, ["simulated ranks", "fsdp2 shards", "naive, bucket or ddp"]),
         ({"grid": {"simulated": True, "strategies": ["ddp"]}, "timing": True}, ["no times", "timing: false"]),

@@ -107,7 +107,10 @@ def test_weights_and_moments_go_to_another_topology(world, shards, tmp_path, mov
     answers = world(after.ranks).run(arrived, words(shards, new, "--resume", **given(cell, after)))
     assert [found for found, _ in answers] == [(AT, AT, (0, 0), None)] * after.ranks
     printed = [printed for _, printed in answers]
-    at = f"was written by strategy {before.strategy} on {before.ranks} rank(s) in {before.islands} island(s)"
+    ranks, islands = (
+        f"{n} {what}{'s' if n > 1 else ''}" for n, what in ((before.ranks, "rank"), (before.islands, "island"))
+    )
+    at = f"was written by strategy {before.strategy} on {ranks} in {islands}"
     assert f"{at}: its weights and optimizer state are kept; residuals, other states of compressors" in printed[0]
     assert set(printed[1:]) == {""}
     for name in FILES:
@@ -152,7 +155,7 @@ def test_what_is_not_moved_is_refused(world, shards, tmp_path):
     old = tmp_path / "old"
     world(1).run(run, words(shards, old, **given(cell, Place("ddp", 1))))
     message = refused(world, shards, old, tmp_path / "lr", **given(cell, two, lr=0.5))
-    assert "was written by strategy ddp on 1 rank(s) in 1 island(s); repeat that run" in message
+    assert "was written by strategy ddp on 1 rank in 1 island; repeat that run" in message
     manifest = old / f"checkpoints/step{AT:08d}/checkpoint.json"
     written = read_json(manifest)
     manifest.write_text(json.dumps(written | {"task": "of another source"}))

@@ -96,7 +96,7 @@ def test_a_signal_stops_all_ranks_with_a_checkpoint(shards, tmp_path, monkeypatc
         (("--strategy", "fsdp2"), "simulated ranks hold a whole model each, and strategy fsdp2 shards it: use naive"),
         (("--world_size", "2"), "--simulated_ranks 2 take turns in one process, and there are 2: omit it, or"),
         (("--verify_sync", "2"), "--verify_sync waits for ranks with a process each"),
-        (("--global_batch_size", "7"), "global_batch_size 7 cannot be divided evenly among 2 rank(s)"),
+        (("--global_batch_size", "7"), "global_batch_size 7 cannot be divided evenly among 2 ranks"),
     ],
 )
 def test_what_a_simulation_cannot_do_is_one_line(shards, tmp_path, capsys, flags, message):

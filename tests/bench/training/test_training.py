@@ -121,7 +121,7 @@ def test_a_global_batch_is_shared_out_evenly_or_not_at_all(shards, tmp_path, cap
     assert [settings.shared_out(world, None).training.batch_size for world in (1, 2, 3)] == [6, 3, 2]
     arguments = words(shards, tmp_path, **given, world_size=4, rank=0, master_port=1)
     assert cli.main(["train", *arguments]) == 2
-    message = "global_batch_size 12 cannot be divided evenly among 4 rank(s) x 2 micro-batch(es): give a multiple of 8."
+    message = "global_batch_size 12 cannot be divided evenly among 4 ranks x 2 micro-batches: give a multiple of 8."
     assert message in capsys.readouterr().err
     assert cli.main(["train", *words(shards, tmp_path, verify_sync=-1)]) == 2
     assert "--verify_sync is -1; it must be at least 0." in capsys.readouterr().err

@@ -43,6 +43,7 @@ from gradwire.attribution.store import store
 from gradwire.attribution.store.provenance import Provenance
 from gradwire.attribution.store.store import COLUMNS, Block
 from gradwire.base.errors import BadInput, NonFiniteGradient, RunFault
+from gradwire.base.units import amount
 from gradwire.comm import parallel
 from gradwire.comm.collectives import ops
 from gradwire.comm.collectives.world import World
@@ -276,9 +277,10 @@ class RowMaker:
         except RuntimeError as error:
             if not out_of_memory(error):
                 raise
+            samples = amount(self.batch_size if self.sharded else 1, "sample")
             raise RunFault(
-                f"{self.batch_size if self.sharded else 1} samples do not fit into the memory of {self.device}: use a "
-                "smaller --batch_size or --save_interval, a smaller model, or --strategy fsdp2 on more ranks."
+                f"gradients of {samples} do not fit into the memory of {self.device}: use a smaller --batch_size or "
+                "--save_interval, a smaller model, or --strategy fsdp2 on more ranks."
             ) from error
 
     def _release(self) -> None:

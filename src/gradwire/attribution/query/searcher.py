@@ -23,6 +23,7 @@ from gradwire.attribution.store.row_file import RowFile
 from gradwire.attribution.store.samples import samples
 from gradwire.attribution.store.store import document
 from gradwire.base.errors import BadInput
+from gradwire.base.units import amount
 from gradwire.comm.collectives import world
 from gradwire.lm.data import ChatFormat, tokenize, tokenizer
 from gradwire.lm.data import corpus as corpora
@@ -102,7 +103,9 @@ class Searcher:
         reader = tokenizer.load(self.model_dir)
         tokens = reader.encode_batch([text])[0]
         if len(tokens) < 2:
-            raise BadInput(f"the prompt has {len(tokens)} token(s) and so nothing to predict; type a longer text.")
+            raise BadInput(
+                f"the prompt has {amount(len(tokens), 'token')} and so nothing to predict; type a longer text."
+            )
         most = saved.max_length(self.model_dir)
         if len(tokens) > most:
             raise BadInput(

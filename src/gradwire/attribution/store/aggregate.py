@@ -18,6 +18,7 @@ from gradwire.attribution.store import provenance
 from gradwire.attribution.store.provenance import EXPORTS, Provenance
 from gradwire.base.errors import BadInput
 from gradwire.base.flags import RANKS
+from gradwire.base.units import amount
 
 
 class Options(PartOptions):
@@ -93,12 +94,8 @@ def main(options: Options) -> None:
         for rank in range(origin.world_size):
             store.discard_blocks(store.rank_folder(options.base_path, rank, options.dim))
             store.rank_names(options.base_path, rank, options.dim).rows.unlink(missing_ok=True)
-    print(f"{len(merged.ids)} rows of {options.dim} from {of_ranks(origin)} in {target(options)}")
-
-
-def of_ranks(origin: Provenance) -> str:
-    """The number of ranks that collected, in words."""
-    return f"{origin.world_size} rank{'s' * (origin.world_size > 1)}"
+    rows, ranks = amount(len(merged.ids), "row"), amount(origin.world_size, "rank")
+    print(f"{rows} of {options.dim} from {ranks} in {target(options)}")
 
 
 def check_asked(origin: Provenance, collection: Path, num_gpus: int | None, dims: Sequence[int]) -> None:
@@ -108,7 +105,7 @@ def check_asked(origin: Provenance, collection: Path, num_gpus: int | None, dims
         BadInput: If it was collected by a different number of ranks, or lacks one of these widths.
     """
     if num_gpus not in (None, origin.world_size):
-        raise BadInput(f"--num_gpus {num_gpus}: {collection} was collected by {of_ranks(origin)}.")
+        raise BadInput(f"--num_gpus {num_gpus}: {collection} was collected by {amount(origin.world_size, 'rank')}.")
     absent = sorted(set(dims) - set(origin.dims))
     if absent:
         raise BadInput(f"--dim {absent[0]}: {collection} has rows of {', '.join(map(str, origin.dims))} columns.")

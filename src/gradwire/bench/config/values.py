@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from gradwire.base.errors import BadInput
 from gradwire.base.flags import COUNT, NATURAL, RANKS, SEED
 from gradwire.base.strict import Matching, Strict
-from gradwire.base.units import UNSHAPED
+from gradwire.base.units import UNSHAPED, amount
 from gradwire.comm.topology import BETWEEN, STRATEGIES, link_of_classes, link_rate
 from gradwire.lm.models import presets
 
@@ -164,8 +164,8 @@ class Training(Strict):
             return self
         if total % parts:
             raise BadInput(
-                f"global_batch_size {total} cannot be divided evenly among {world_size} rank(s) x "
-                f"{self.grad_accum_steps} micro-batch(es): give a multiple of {parts}."
+                f"global_batch_size {total} cannot be divided evenly among {amount(world_size, 'rank')} x "
+                f"{amount(self.grad_accum_steps, 'micro-batch')}: give a multiple of {parts}."
             )
         return self.model_copy(update={"batch_size": total // parts})
 

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from gradwire.base.errors import BadInput
 from gradwire.base.files import read_json, sha256_file, write_json, write_with, writing
+from gradwire.base.units import amount
 from gradwire.bench.training import results
 from gradwire.bench.training.build import Outcome, Parts
 from gradwire.bench.training.monitor import trace_file
@@ -239,9 +240,8 @@ class RunState:
     def _difference(self, manifest: Mapping[str, Any]) -> str | None:
         """How the checkpoint differs from this run, or None."""
         if manifest["topology"] != self.topology:
-            return "was written by strategy {strategy} on {world_size} rank(s) in {islands} island(s)".format_map(
-                manifest["topology"]
-            )
+            strategy, ranks, islands = (manifest["topology"][key] for key in ("strategy", "world_size", "islands"))
+            return f"was written by strategy {strategy} on {amount(ranks, 'rank')} in {amount(islands, 'island')}"
         for name, value in self._origin.items():
             if manifest.get(name) != value:
                 return "belongs to a run of another configuration" if name == "identity" else f"has another {name}"

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from gradwire.base.errors import BadInput, RunFault, unknown
 from gradwire.base.rank_env import BACKENDS, DEVICES, TIMEOUT, RankEnv, rank_env, ranks_here
+from gradwire.base.units import amount
 from gradwire.comm.collectives import ops
 from gradwire.comm.collectives.meter import Meter
 from gradwire.comm.collectives.simulated import SIMULATED, simulate
@@ -81,7 +82,7 @@ def choose(backend: str, device: str, ranks: int, gpus: int) -> Choice:
     if backend == "auto":
         backend = "nccl" if gpu_each else "gloo"
     shared = device_type == "cuda" and not gpu_each
-    note = f"{ranks} ranks share {gpus} GPU(s): gloo replaces NCCL; timings are unreliable" if shared else ""
+    note = f"{ranks} ranks share {amount(gpus, 'GPU')}: gloo replaces NCCL; timings are unreliable" if shared else ""
     return Choice(backend, device_type, note)
 
 

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from gradwire.base.errors import BadInput
+from gradwire.base.units import amount
 from gradwire.comm.collectives import Reducer, state
 from gradwire.comm.collectives.ops import Group, new_group
 from gradwire.comm.collectives.reducer import Given, StepEnd, check_options
@@ -234,10 +235,9 @@ class Compression:
         reducer, traffic = self.reducer, self.traffic
         ratio = f", {traffic['raw'] / traffic['sent']:.1f} times fewer" if traffic["sent"] else ""
         feedback = "with" if reducer.codec.options.feedback else "without"
-        ranks, steps = (f"{n} {what}{'s' * (n != 1)}" for n, what in ((reducer.world, "rank"), (self.step, "step")))
         return (
-            f"<{reducer.compressor!r} over {ranks} {feedback} error feedback: {traffic['sent']:,} of "
-            f"{traffic['raw']:,} bytes sent{ratio}, in {steps}>"
+            f"<{reducer.compressor!r} over {amount(reducer.world, 'rank')} {feedback} error feedback: "
+            f"{traffic['sent']:,} of {traffic['raw']:,} bytes sent{ratio}, in {amount(self.step, 'step')}>"
         )
 
     @property

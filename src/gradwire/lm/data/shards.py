@@ -23,6 +23,7 @@ from torch.utils.data import Dataset
 
 from gradwire.base.errors import BadInput, RunFault
 from gradwire.base.files import check_regular, digest, sha256_file
+from gradwire.base.units import amount
 
 FORMAT_VERSION = 1
 SPLITS = ("train", "val")
@@ -81,9 +82,9 @@ class Shards(Dataset[Sample]):
 
     def describe(self, count: int) -> str:
         """Describe the split's first ``count`` samples, with its total numbers of samples and documents."""
-        samples = f"{count} samples" if count == len(self) else f"the first {count} of {len(self)} samples"
+        samples = amount(count, "sample") if count == len(self) else f"the first {count} of {len(self)} samples"
         left_out = f", {self.meta['left_out']} invalid ones left out" if self.meta.get("left_out") else ""
-        return f"{samples} of {self.meta['processed_documents']} documents{left_out}"
+        return f"{samples} of {amount(self.meta['processed_documents'], 'document')}{left_out}"
 
     def __len__(self) -> int:
         return self._ends[-1]

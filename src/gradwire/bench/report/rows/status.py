@@ -15,6 +15,7 @@ from gradwire.base.errors import BadInput
 from gradwire.base.files import read_json
 from gradwire.base.flags import SECONDS
 from gradwire.base.strict import Strict
+from gradwire.base.units import amount
 from gradwire.bench.config import Run
 from gradwire.bench.report.rows.runs import EXPECTED, asked_for
 from gradwire.bench.steps import PROGRESS, duration, progress_text
@@ -103,7 +104,9 @@ def overview(states: dict[Run, State], results_dir: Path, *, quiet: bool = False
     counts = Counter(state.name for state in states.values())
     sums = ", ".join(f"{counts[name]} {name}" for name in ORDER if counts[name])
     left = remaining(states, results_dir)
-    return "\n".join([*lines, f"{len(states)} runs: {sums}" + (f"; about {duration(left)} left" if left else "")])
+    return "\n".join(
+        [*lines, f"{amount(len(states), 'run')}: {sums}" + (f"; about {duration(left)} left" if left else "")]
+    )
 
 
 def remaining(states: dict[Run, State], results_dir: Path) -> float | None:

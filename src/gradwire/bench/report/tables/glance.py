@@ -17,7 +17,7 @@ import pandas as pd
 
 from gradwire.base.errors import BadInput
 from gradwire.base.files import read_json
-from gradwire.base.units import UNSHAPED, spoken
+from gradwire.base.units import UNSHAPED, amount, spoken
 from gradwire.bench.config import BASELINE
 from gradwire.bench.report.rows.record import ADAMW, BF16, Result
 from gradwire.bench.report.tables.cells import (
@@ -243,7 +243,7 @@ def size(results: Results) -> str:
     """The numbers of runs, seeds and ranks."""
     seeds, worlds = ({getattr(row, name) for row in results.rows} for name in ("seed", "world_size"))
     counts = {"run": len(results.rows), "seed": len(seeds), "rank": max(worlds)}
-    return ", ".join(f"{count} {name}{'s' * (count > 1)}" for name, count in counts.items())
+    return ", ".join(amount(count, noun) for noun, count in counts.items())
 
 
 def terminal(results: Results) -> str:
