@@ -225,7 +225,8 @@ def begin_all_to_all(
 
 def cut(x: Tensor, sizes: Sequence[int], parts: int) -> list[tuple[Tensor, ...]]:
     """Cut each rank's part of a vector into messages; return those of all ranks that travel together."""
-    return [*zip(*(part.tensor_split(parts) for part in x.split(list(sizes))), strict=True)]
+    by_rank = x.split(list(sizes))
+    return [by_rank] if parts == 1 else [*zip(*(part.tensor_split(parts) for part in by_rank), strict=True)]
 
 
 def parts_of(size: int, device: torch.device) -> int:
