@@ -19,6 +19,7 @@ CONFIG ?= config.yaml
 TORCH ?= torch==2.13.0
 NEWEST ?= torch==2.14.1
 VENV ?= .venv
+LOCKED ?=
 VARIANT ?= cpu
 CORES ?=
 RANKS ?= 2
@@ -62,7 +63,7 @@ kernels: $(READY)
 	$(BIN)/python tests/helpers/compile_kernels.py
 
 test-newest:
-	$(MAKE) test VENV=.venv-$(subst ==,-,$(NEWEST)) TORCH=$(NEWEST)
+	$(MAKE) test VENV=.venv-$(subst ==,-,$(NEWEST)) TORCH=$(NEWEST) LOCKED=--no-deps
 
 test-faults: $(READY)
 	$(BIN)/python -m pytest -m faults $(if $(ONLY),-k "$(ONLY)") --durations=5 tests/faults
@@ -105,12 +106,12 @@ format: $(READY)
 	$(BIN)/ruff format .
 	$(BIN)/snakefmt Snakefile workflow
 
-# torch first, by version (its CPU and CUDA builds cannot share one hash), then everything else by hash: also what
-# another version of torch would have in another version.
+# torch first, by version (its CPU and CUDA builds cannot share one hash), then everything else by hash. pip refuses a
+# lock that lacks what a package needs, except with LOCKED=--no-deps: another torch asks for other versions.
 $(READY): requirements.lock pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check "$(TORCH)"
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r requirements.lock
+	$(BIN)/pip install --quiet --disable-pip-version-check $(LOCKED) --require-hashes -r requirements.lock
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	touch $@
 
