@@ -1,7 +1,7 @@
 """A hook of MkDocs: example reports, built from the records in benchmarks/ and their experiments in configs/.
 
-Each is what `gradwire report` makes of ``benchmarks/NAME.jsonl`` and ``configs/NAME.yaml``. A section that needs
-files of the runs, such as curves of the loss, gives that reason.
+Each is what `gradwire report` makes of ``benchmarks/NAME.jsonl`` and ``configs/NAME.yaml``, or ``config.yaml`` for
+``default``. A section that needs files of the runs, such as curves of the loss, gives that reason.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def compared(files: Sequence[Path]) -> list[Path]:
 
 def report(records: Path) -> str:
     """The page of an experiment's records."""
-    mapping = read(ROOT / "configs" / f"{records.stem}.yaml")
+    mapping = read(ROOT / ("config.yaml" if records.stem == "default" else f"configs/{records.stem}.yaml"))
     experiment = check(mapping)
     asked = [{**run._asdict(), "excluded": None, "shared": not experiment.timed} for run in experiment.asked()]
     with TemporaryDirectory() as parent:

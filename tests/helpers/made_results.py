@@ -121,7 +121,7 @@ def write(folder: Path, results: Sequence[Result], steps: int = 40) -> Path:
 
 def committed(folder: Path, name: str) -> Path:
     """A folder with the committed records of an experiment, as the documentation's example reports have it."""
-    mapping = read(ROOT / "configs" / f"{name}.yaml")
+    mapping = read(ROOT / ("config.yaml" if name == "default" else f"configs/{name}.yaml"))
     experiment = check(mapping)
     folder.mkdir()
     shutil.copy(ROOT / "benchmarks" / f"{name}.jsonl", folder / "results.jsonl")

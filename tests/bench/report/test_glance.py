@@ -11,6 +11,7 @@ import made_results
 import pytest
 
 from gradwire.bench.report.tables.glance import answer, doubts, glance, of_optimizers, question, terminal
+from gradwire.bench.report.tables.results import Results
 from gradwire.bench.statistics.seeds import VERDICTS, Estimate, percents, verdict
 
 LABELS = ["none", "bf16-native", "exchange", "int8", "powersgd"]
@@ -60,6 +61,14 @@ def test_a_verdict_is_by_the_ends_of_the_spread(worse, word):
 def test_five_seeds_are_judged_by_their_interval_and_not_by_their_range():
     wide = [-1.2, 0.1, 0.0, 0.2, 0.1]  # the range leaves ±1 %, the interval of the mean does not
     assert verdict(percents([wide])[0]) == "same" and verdict(percents([wide[:4]])[0]) == "not distinguishable"
+
+
+def test_the_default_experiments_page_has_the_screen_that_its_records_print(tmp_path):
+    folder = made_results.committed(tmp_path / "default", "default")
+    screen = terminal(Results.read(folder)).replace(str(folder), "results/default")
+    page = (made_results.ROOT / "docs" / "default-experiment.md").read_text(encoding="utf-8")
+    assert f"```text\n{screen}\n```" in page
+    assert len(screen.splitlines()) < 24 and max(map(len, screen.splitlines())) <= 80
 
 
 def test_each_method_has_a_line_also_without_a_result():
