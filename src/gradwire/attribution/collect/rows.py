@@ -277,7 +277,7 @@ class RowMaker:
         except RuntimeError as error:
             if not out_of_memory(error):
                 raise
-            samples = amount(self.batch_size if self.sharded else 1, "sample")
+            samples = amount((self.batch_size or 1) if self.sharded else 1, "sample")
             raise RunFault(
                 f"gradients of {samples} do not fit into the memory of {self.device}: use a smaller --batch_size or "
                 "--save_interval, a smaller model, or --strategy fsdp2 on more ranks."
