@@ -44,7 +44,7 @@ def differing() -> str:
 if rank:
     start = "optimizer step 1: 4 parameters have gradients that were not reduced on rank "
     both, last, options = unreduced([1, 2]), unreduced([2]), differing()
-    assert both.startswith(f"{start}1 (0.weight, 0.bias, 1.weight, …), nor were some on rank 2. "), both
-    assert last.startswith(f"{start}2 (0.weight, 0.bias, 1.weight, …). "), last
+    assert both.startswith(f"{start}1 (0.weight, 0.bias, 1.weight and 1 more), nor were some on rank 2. "), both
+    assert last.startswith(f"{start}2 (0.weight, 0.bias, 1.weight and 1 more). "), last
     assert "error_feedback is False on rank 1 and True on rank 2" in options, options
 print("right")

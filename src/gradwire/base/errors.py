@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 WORD, MESSAGE = 500, 10_000  # characters of a word and of a message that are shown in full
 LISTED = 100  # names that a message lists; of more, it has the `NEAREST` closest
@@ -23,6 +23,12 @@ def bounded(message: str, most: int = MESSAGE) -> str:
         return text if len(text) <= most else f"{text[:kept]}… ({len(text):,} characters) …{text[-kept:]}"
 
     return cut(re.sub(r"\S+", lambda word: cut(word[0], WORD, 60), message), most, most // 2)
+
+
+def listed(names: Sequence[str], most: int = 3) -> str:
+    """List names in a sentence; of more than ``most``, the number of the others."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 class GradwireError(Exception):

@@ -56,8 +56,12 @@ def seconds(text: str) -> float:
 
 def amount(number: int, noun: str) -> str:
     """A number of things: ``1 rank``, ``2 ranks``, ``3 batches``."""
-    plural = "es" if noun.endswith("ch") else "s"
-    return f"{number} {noun}{plural * (number != 1)}"
+    return f"{number} {plural(noun, number)}"
+
+
+def plural(noun: str, number: int) -> str:
+    """A noun as it follows a number."""
+    return noun + ("es" if noun.endswith("ch") else "s") * (number != 1)
 
 
 def _read(text: str, units: Mapping[str, float]) -> float | None:

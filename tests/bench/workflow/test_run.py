@@ -70,7 +70,7 @@ MISTAKES = {  # what is written instead, and what the answer says: the place, an
     "training: {max_length: 64}": "unknown key in training 'max_length': it belongs in `dataset:`",
     "grid: {name: other}": "unknown key in grid.0 'name': it belongs at the top level",
     "dataset: {tokenizer: gpt22}": "dataset.tokenizer: there is no folder 'gpt22'",
-    "model: {architecture: llamma}": "unknown architecture 'llamma'. Of the ",
+    "model: {architecture: llamma}": "unknown architecture 'llamma'. Of ",
     "model: {architecture: llama, hidden_size: 255, num_attention_heads: 4}": "llama: The hidden size (255) ",
     "model: {architecture: gpt2, n_embd: 255, n_head: 4}": "must be divisible by num_heads",
 }

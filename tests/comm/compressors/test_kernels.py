@@ -35,7 +35,7 @@ def test_a_cuda_kernel_has_the_references_bytes(name, options, shape):
     compressor = build(name, **options)
     module = kernels.load("cuda", name)
     if not module.covers(compressor):
-        pytest.skip("these options have no CUDA form")
+        pytest.skip("these options have no CUDA kernel")
     x = normal(shape).to(DEVICE)
     form = (shape,) if isinstance(shape, int) else shape
     wire, bad = module.encode(compressor, x, generator(3, DEVICE))
@@ -59,7 +59,7 @@ def test_a_launch_for_many_tensors_has_the_bits_of_one_for_each(name, options, a
     compressor = build(name, **options)
     module = kernels.load("cuda", name)
     if not module.covers(compressor):
-        pytest.skip("these options have no CUDA form")
+        pytest.skip("these options have no CUDA kernel")
     segments, values = scattered(compressor, FORMS)
     if not apart:
         segments = Segments(segment._replace(start=2**13 * i, at=2**15 * i) for i, segment in enumerate(segments))
@@ -102,7 +102,7 @@ def test_the_cuda_form_flags_what_is_not_finite(name, options, value):
     compressor = build(name, **options)
     module = kernels.load("cuda", name)
     if not module.covers(compressor):
-        pytest.skip("these options have no CUDA form")
+        pytest.skip("these options have no CUDA kernel")
     x = normal(5003).to(DEVICE)
     x[4097] = value
     assert module.encode(compressor, x, generator(3, DEVICE))[-1].any()

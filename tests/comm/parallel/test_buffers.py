@@ -37,5 +37,6 @@ def test_statistics_that_differ_between_ranks_are_named(world):
             assert (difference > 0.01) == differs, strategy
             assert len(messages) == differs
             assert all(
-                message.startswith("1 layers (1) keep running statistics of each rank's") for message in messages
+                message.startswith("running statistics of 1 layer (1) are of each rank's samples")
+                for message in messages
             )

@@ -25,7 +25,7 @@ from gradwire.attribution.persample.batch import (
 )
 from gradwire.attribution.persample.layer_factors import Direct, LayerFactor, SquareNorms
 from gradwire.attribution.projections import Projector
-from gradwire.base.errors import BadInput, GradwireError, NonFiniteGradient, RunFault
+from gradwire.base.errors import BadInput, GradwireError, NonFiniteGradient, RunFault, listed
 from gradwire.lm.data.batches import Batch
 from gradwire.lm.models import saved
 
@@ -62,7 +62,7 @@ def resolved(method: str, model: nn.Module) -> str:
     """
     unknown = hooks.unsupported(model)
     if method == "hooks" and unknown:
-        raise BadInput(f"--method hooks does not support the layer of {', '.join(unknown[:3])}: use vmap or loop.")
+        raise BadInput(f"--method hooks does not support the layer of {listed(unknown)}: use vmap or loop.")
     if method != "auto":
         return method
     if unknown:

@@ -41,7 +41,7 @@ from gradwire.attribution.persample.batch import (
     zeroed,
 )
 from gradwire.attribution.persample.layer_factors import LayerFactor, SquareNorms
-from gradwire.base.errors import BadInput, CheckFailed, NonFiniteGradient
+from gradwire.base.errors import BadInput, CheckFailed, NonFiniteGradient, listed
 from gradwire.comm.collectives import ops
 from gradwire.lm.data.batches import Batch
 
@@ -117,7 +117,7 @@ def _squares(computed: PerSample) -> Tensor:
 
 def _otherwise(model: nn.Module, batch: Batch, reduction: Reduction, names: list[str]) -> PerSample:
     """Compute the gradients of the parameters that hooks miss."""
-    of = f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if names[3:] else ''}"
+    of = listed(names)
     try:
         computed = vmap.gradients(model, batch, reduction, names)
     except Exception as error:  # torch.func may fail with any exception

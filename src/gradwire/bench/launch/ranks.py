@@ -19,6 +19,7 @@ from gradwire.base.errors import FAULT, BadInput, GradwireError, RunFault, Stopp
 from gradwire.base.failures import CHECK, RANK_FAILURES, rank_failures
 from gradwire.base.parent_watch import PARENT, RANK_GRACE
 from gradwire.base.rank_env import is_loopback
+from gradwire.base.units import plural
 from gradwire.bench.launch.fork import Template
 
 # Threads per rank. Snakemake sets all of these to the job's threads, and MKL's own variable overrides OpenMP's. Ranks
@@ -277,17 +278,11 @@ def first_cause(ended: Ended, messages: Mapping[int, Mapping[str, Any]]) -> Grad
     hung = [rank for rank, code in ended.codes.items() if code == -signal.SIGKILL and rank not in messages]
     waited = [rank for rank in messages if messages[rank]["timed_out"]]
     if hung and waited:  # a killed peer is lost at once; a hung one times out and is ended by the launcher
-        return RankFailure(
-            hung[0],
-            f"hung: {_listed(waited)} timed out waiting for it ({messages[waited[0]]['reason']}); it was ended.",
-            FAULT,
-        )
+        ranks = f"{plural('rank', len(waited))} {', '.join(map(str, sorted(waited)))}"
+        message = f"hung: {ranks} timed out waiting for it ({messages[waited[0]]['reason']}); it was ended."
+        return RankFailure(hung[0], message, FAULT)
     failures = [(rank, messages.get(rank), ended.codes.get(rank, 0)) for rank in {*messages, *ended.codes}]
     return failure(*min(failures, key=lambda known: _precedence(*known[1:])))
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"
 
 
 def _precedence(message: Mapping[str, Any] | None, code: int) -> tuple[int, float]:

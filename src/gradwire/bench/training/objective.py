@@ -45,7 +45,7 @@ from gradwire.attribution.persample.batch import losses_of, trainable
 from gradwire.attribution.persample.batch import n_targets as targets_of
 from gradwire.attribution.persample.hooks import nodes_of, unviewed
 from gradwire.attribution.persample.norms import check_repeatable, check_unmixed, coefficients, norms
-from gradwire.base.errors import BadInput
+from gradwire.base.errors import BadInput, listed
 from gradwire.bench.config import Cell, Precision, Training
 from gradwire.comm.collectives import ops
 from gradwire.comm.collectives.world import World
@@ -263,9 +263,8 @@ def noisy(model: nn.Module, std: float, seed: int, step: int, rank: int) -> Iter
         left_out = [name for name in trainable(model) if name not in reached]
         if left_out:
             raise BadInput(
-                f"{', '.join(left_out[:3])}{f' and {len(left_out) - 3} more' if left_out[3:] else ''}: the loss does "
-                "not depend on the layer that owns them, so private training cannot add noise to their gradients. "
-                "Freeze them, or call the layer itself."
+                f"{listed(left_out)}: the loss does not depend on the layer that owns them, so private training cannot "
+                "add noise to their gradients. Freeze them, or call the layer itself."
             )
 
     owned, drawn = _owned(model), set[str]()

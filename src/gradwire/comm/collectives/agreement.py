@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.base.errors import RunFault
+from gradwire.base.errors import RunFault, listed
+from gradwire.base.units import plural
 from gradwire.comm.collectives import ops
 from gradwire.comm.collectives.layout import Layout
 from gradwire.comm.collectives.meter import Meter
@@ -123,10 +124,10 @@ class Agreement:
         gathered = zip(ops.ranks_of(self.group), ops.gather_objects(self.unreduced, self.group), strict=True)
         (rank, names), *others = [(rank, names) for rank, names in gathered if names]
         missing = "parameter has a gradient that was" if len(names) == 1 else "parameters have gradients that were"
-        more = f", nor were some on rank{'s' if len(others) > 1 else ''} {', '.join(str(rank) for rank, _ in others)}"
+        more = f", nor were some on {plural('rank', len(others))} {', '.join(str(rank) for rank, _ in others)}"
         return (
-            f"optimizer step {step}: {len(names)} {missing} not reduced on rank {rank} ({', '.join(names[:3])}"
-            f"{', …' if len(names) > 3 else ''}){more if others else ''}. "
+            f"optimizer step {step}: {len(names)} {missing} not reduced on rank {rank} "
+            f"({listed(names)}){more if others else ''}. "
             f"Was a parameter replaced, converted or unfrozen after the reducer was attached, or is a backward pass "
             f"around it or in no_sync?"
         )

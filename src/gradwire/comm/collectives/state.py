@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from gradwire.base.errors import BadInput
+from gradwire.base.errors import BadInput, listed
 from gradwire.comm.collectives.layout import Shard
 
 Phase = Literal["scatter", "gather"]  # every rank's gradients to the owners; the owners' means to every rank
@@ -225,7 +225,6 @@ class Loaded:
         if missing:
             warnings.warn(
                 f"the reducer's state holds residuals, generators or compressor states of {len(missing)} parameters "
-                f"that are not reduced ({', '.join(missing[:3])}{', …' if len(missing) > 3 else ''}): they are not "
-                f"used. Were parameters renamed or frozen?",
+                f"that are not reduced ({listed(missing)}): they are not used. Were parameters renamed or frozen?",
                 stacklevel=2,
             )

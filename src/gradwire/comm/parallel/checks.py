@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gradwire.base.errors import BadInput
+from gradwire.base.errors import BadInput, listed
+from gradwire.base.units import amount
 from gradwire.comm.collectives import Reducer, ops
 from gradwire.comm.parallel.model import inside, named_parameters, unwrapped
 from gradwire.comm.torch_internals import NormWithStatistics
@@ -131,9 +132,8 @@ def warn_of_statistics(model: nn.Module) -> None:
     ]
     if names:
         warnings.warn(
-            f"{len(names)} layers ({', '.join(names[:3])}{', …' if len(names) > 3 else ''}) keep running statistics of "
-            f"each rank's samples, which differ between ranks; a saved model has rank 0's. Use "
-            f"nn.SyncBatchNorm on GPUs, strategy ddp with averaged gradients, which takes rank 0's everywhere, or a "
-            f"norm without statistics.",
+            f"running statistics of {amount(len(names), 'layer')} ({listed(names)}) are of each rank's samples and "
+            f"differ between ranks; a saved model has rank 0's. Use nn.SyncBatchNorm on GPUs, strategy ddp with "
+            f"averaged gradients, which takes rank 0's everywhere, or a norm without statistics.",
             stacklevel=3,
         )

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradwire.base.errors import RunFault
+from gradwire.base.units import plural
 from gradwire.comm.collectives import ops
 from gradwire.comm.collectives.ops import new_group
 from gradwire.comm.parallel.model import local, named_buffers, named_parameters
@@ -121,7 +122,7 @@ def difference_between(items: Sequence[tuple[str, Tensor]], group: ops.Group) ->
         if differs.any():
             columns = differs.any(dim=0).nonzero().flatten().tolist()
             ranks = differs[:, columns[0]].nonzero().flatten().tolist()
-            differing = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(str(members[rank]) for rank in ranks)}"
+            differing = f"{plural('rank', len(ranks))} {', '.join(str(members[rank]) for rank in ranks)}"
             more = f" ({len(columns)} of {len(numbers)} tensors differ)" if len(columns) > 1 else ""
             return f"{names[columns[0]]} on {differing} differs from rank {members[0]}'s{more}"
     return None

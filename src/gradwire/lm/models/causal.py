@@ -23,7 +23,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import logging
 
-from gradwire.base.errors import BadInput
+from gradwire.base.errors import BadInput, listed
 from gradwire.base.files import SUMS, atomic_folder, check_sums, write_json, write_sums
 from gradwire.lm.models import architecture, optimizer, presets, saved
 
@@ -173,7 +173,7 @@ def load(path: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
         raise BadInput(f"the config.json in {path} names other weights as transformers_weights: remove that entry.")
     wrong = sorted(report["missing_keys"] | report["unexpected_keys"])
     if wrong:
-        raise BadInput(f"the weights in {path} do not match its config.json: {', '.join(wrong[:3])} …")
+        raise BadInput(f"the weights in {path} do not match its config.json: {listed(wrong)}.")
     return model
 
 

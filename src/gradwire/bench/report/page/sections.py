@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from gradwire.base.errors import BadInput
+from gradwire.base.errors import BadInput, listed
 from gradwire.base.files import digest, read_json
 from gradwire.bench.config import BASELINE
 from gradwire.bench.report.page import curves, figures
@@ -31,7 +31,7 @@ from gradwire.bench.report.tables.cells import (
     on_one_link,
     over_links,
 )
-from gradwire.bench.report.tables.checks import Gate, gates, listed, privacy, validations
+from gradwire.bench.report.tables.checks import Gate, gates, privacy, validations
 from gradwire.bench.report.tables.comparison import DIFFERENCES, compared
 from gradwire.bench.report.tables.glance import links
 from gradwire.bench.report.tables.results import Results

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 import pandas as pd
 
-from gradwire.base.errors import BadInput
+from gradwire.base.errors import BadInput, listed
 from gradwire.base.files import read_json
 from gradwire.bench.report.rows.record import Result
 from gradwire.bench.report.tables.cells import BAD
@@ -156,7 +156,7 @@ def quality(cells: pd.DataFrame | None) -> Gate:
     unknown = len(cells) - len(known)
     summary = f"{len(known) - len(bad)} of {len(known)} cells"
     summary += f", {unknown} without a comparison" if unknown else ""
-    return Gate(name, "marked" if named else "passed", summary + (f"; not: {listed(named)}" if named else ""))
+    return Gate(name, "marked" if named else "passed", summary + (f"; not: {listed(named, SHOWN)}" if named else ""))
 
 
 def of_runs(
@@ -168,7 +168,7 @@ def of_runs(
         return Gate(name, "not checked", "no run has data for it")
     wrong = [run for run, answer in known.items() if not answer]
     summary = f"{len(known) - len(wrong)} of {len(known)} runs"
-    return Gate(name, otherwise if wrong else "passed", summary + (f"; not: {listed(wrong)}" if wrong else ""))
+    return Gate(name, otherwise if wrong else "passed", summary + (f"; not: {listed(wrong, SHOWN)}" if wrong else ""))
 
 
 def links(ok: Iterable[Result]) -> Gate:
@@ -205,7 +205,7 @@ def stores(results_dir: Path) -> Gate:
         return Gate(name, "not checked", "no gradients were collected")
     wrong = [run for run, of in checks.items() if not all(check["passed"] for check in of)]
     summary = f"{len(checks) - len(wrong)} of {len(checks)} stores pass {sum(map(len, checks.values()))} checks"
-    return Gate(name, "failed" if wrong else "passed", summary + (f"; not: {listed(wrong)}" if wrong else ""))
+    return Gate(name, "failed" if wrong else "passed", summary + (f"; not: {listed(wrong, SHOWN)}" if wrong else ""))
 
 
 def validations(results_dir: Path) -> dict[str, list[dict[str, Any]]]:
@@ -218,12 +218,6 @@ def validations(results_dir: Path) -> dict[str, list[dict[str, Any]]]:
             checks = [{"name": "validation.json can be read", "passed": False, "detail": str(error)}]
         by_run[path.parent.relative_to(results_dir / "gradients").as_posix()] = checks
     return by_run
-
-
-def listed(names: Sequence[str], most: int = SHOWN) -> str:
-    """List names in a sentence; of more than ``most``, the number of the others."""
-    more = len(names) - most
-    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def _all_ranks(row: Result, results_dir: Path) -> bool | None:

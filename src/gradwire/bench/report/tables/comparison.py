@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gradwire.base.errors import BadInput
+from gradwire.base.errors import BadInput, listed
+from gradwire.base.units import plural
 from gradwire.bench.config import Run
 from gradwire.bench.report.rows.record import Result
 from gradwire.bench.report.tables.cells import ALL_BYTES, NAMES, PERPLEXITY, STEP
-from gradwire.bench.report.tables.checks import listed
 from gradwire.bench.report.tables.results import Results
 from gradwire.bench.report.tables.table import SPREAD, Column, Table, number, text
 from gradwire.bench.statistics.seeds import Paired, adjusted, paired
@@ -159,7 +159,7 @@ def over_cells(quantity: Column, cells: Sequence[Difference]) -> list[str]:
         by_seeds[cell.seeds].append(cell)
     several = len(by_seeds) > 1
     return [
-        _over_cells(quantity, of, f" with seed{'s' * (len(seeds) > 1)} {listed([*map(str, seeds)])}" * several)
+        _over_cells(quantity, of, f" with {plural('seed', len(seeds))} {listed([*map(str, seeds)])}" * several)
         for seeds, of in by_seeds.items()
     ]
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
-from gradwire.base.errors import BadInput
+from gradwire.base.errors import BadInput, listed
 from gradwire.base.files import read_json
 from gradwire.base.units import UNSHAPED, amount, spoken
 from gradwire.bench.config import BASELINE
@@ -32,7 +32,6 @@ from gradwire.bench.report.tables.cells import (
     over_links,
     spread_text,
 )
-from gradwire.bench.report.tables.checks import listed
 from gradwire.bench.report.tables.quality import perplexities
 from gradwire.bench.report.tables.results import Results
 from gradwire.bench.report.tables.table import MISSING, Column, Table, number, text

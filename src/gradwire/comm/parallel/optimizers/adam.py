@@ -32,7 +32,7 @@ from pydantic import InstanceOf
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from gradwire.base.errors import BadInput, RunFault
+from gradwire.base.errors import BadInput, RunFault, listed
 from gradwire.base.flags import POSITIVE
 from gradwire.base.strict import checked_arguments
 from gradwire.comm.collectives import Layout, Reducer, ops
@@ -210,8 +210,8 @@ class OneBitAdam(Communicating, AdamW):
         missing = [name for name, p in self.parameters.items() if p.grad is None]
         if missing:
             raise RunFault(
-                f"{len(missing)} of {len(self.parameters)} parameters got no gradient: {', '.join(missing[:5])}"
-                f"{', ...' if len(missing) > 5 else ''}. Use them in the loss, or freeze them before `wrap`."
+                f"{len(missing)} of {len(self.parameters)} parameters got no gradient: {listed(missing, 5)}. "
+                f"Use them in the loss, or freeze them before `wrap`."
             )
         return {name: local(p.grad) for name, p in self.parameters.items() if p.grad is not None}
 

@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from gradwire.base.errors import BadInput
+from gradwire.base.errors import BadInput, listed
+from gradwire.base.units import amount
 from gradwire.comm.collectives import IslandReducer, Islands, Reducer, build_islands, ops, state
 from gradwire.comm.collectives.ops import Shared
 from gradwire.comm.collectives.reducer import check_options
@@ -103,7 +104,7 @@ class Communicating(Optimizer):
         parameters = {name: p for name, p in named_parameters(model) if p.requires_grad}
         grouped = {p for group in self.param_groups for p in group["params"] if p.requires_grad}
         if lacking := [name for name, p in parameters.items() if p not in grouped]:
-            raise BadInput(f"{listed(lacking)} in no parameter group: add them, or freeze them before wrap.")
+            raise BadInput(f"{parameters_are(lacking)} in no parameter group: add them, or freeze them before wrap.")
         if len(grouped) > len(parameters):
             raise BadInput(
                 f"the parameter groups hold {len(grouped) - len(parameters)} parameters that the model does not have: "
@@ -246,8 +247,8 @@ class Communicating(Optimizer):
         ]
         if changed:
             raise BadInput(
-                f"{listed(changed)} unfrozen or replaced after {type(self).__name__} was built, which would never "
-                f"average them: wrap the model and build the optimizer again."
+                f"{parameters_are(changed)} unfrozen or replaced after {type(self).__name__} was built, which would "
+                f"never average them: wrap the model and build the optimizer again."
             )
         sparse = [name for name, p in self.parameters.items() if p.grad is not None and p.grad.layout != torch.strided]
         if sparse:
@@ -463,10 +464,9 @@ def _islands(model: FSDPModule, whose: str) -> Islands:
     return islands
 
 
-def listed(names: Sequence[str]) -> str:
-    """Return names for a message: how many, and the first ones."""
-    shown = f"({', '.join(names[:3])}{', …' if len(names) > 3 else ''})"
-    return f"1 parameter {shown} is" if len(names) == 1 else f"{len(names)} parameters {shown} are"
+def parameters_are(names: Sequence[str]) -> str:
+    """Return names for a message: how many, the first ones, and ``is`` or ``are``."""
+    return f"{amount(len(names), 'parameter')} ({listed(names)}) {'is' if len(names) == 1 else 'are'}"
 
 
 def synchronized(optimizer: Optimizer) -> AbstractContextManager[None]:

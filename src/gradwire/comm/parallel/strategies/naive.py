@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from gradwire.base.errors import RunFault
+from gradwire.base.errors import RunFault, listed
 from gradwire.comm.collectives import Layout, Reducer, ops
 from gradwire.comm.parallel.model import trainable
 from gradwire.comm.parallel.strategy import Strategy
@@ -116,14 +116,14 @@ class Replicas(Strategy):
         missing = [name for name in self.parameters if name in self._missing]
         if frozen := [name for name in missing if not self.parameters[name].requires_grad]:
             raise RunFault(
-                f"{', '.join(frozen[:5])}{', ...' if len(frozen) > 5 else ''} were frozen after the model was last "
-                f"called: call the model itself and not a part of it, as its forward pass looks parameters up."
+                f"{listed(frozen, 5)} were frozen after the model was last called: call the model itself and not a "
+                f"part of it, as its forward pass looks parameters up."
             )
         if missing:
             raise RunFault(
                 f"{len(missing)} of {len(self.parameters)} parameters got no gradient in the backward pass that "
-                f"averages: {', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}. Use them in the loss, or "
-                "freeze them. (Activation checkpointing needs use_reentrant=False.)"
+                f"averages: {listed(missing, 5)}. Use them in the loss, or freeze them. "
+                "(Activation checkpointing needs use_reentrant=False.)"
             )
 
     def keep(self, name: str) -> None:
