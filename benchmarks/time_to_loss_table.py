@@ -1,6 +1,6 @@
 """The tables of ``time-to-loss.md``: ``python benchmarks/time_to_loss_table.py benchmarks/time-to-loss.jsonl``.
 
-``--figures docs/images`` writes its figures, as a report draws them.
+``--figure docs/images/time-to-loss.svg`` draws its figure, the links side by side.
 
 The records are those of ``configs/time-to-loss.yaml``; the steps to each target are those of all seeds of the runs that
 it takes its perplexities from.
@@ -15,18 +15,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import mean, median
 
+from matplotlib.figure import Figure
 from tabulate import tabulate
 
 from gradwire.base.files import write_text
 from gradwire.base.units import UNSHAPED
-from gradwire.bench.report.page.figures import time_to_loss
+from gradwire.bench.report.page.figures import curves, draw_lines, on_front
 from gradwire.bench.report.page.render import svg
-from gradwire.bench.report.page.style import looks, styled
+from gradwire.bench.report.page.style import BOTTOM, TOP, WIDTH, Chart, looks, styled
 from gradwire.bench.report.rows.record import BF16, Result, read_results
 from gradwire.bench.report.tables.quality import perplexity_reference
 from gradwire.bench.report.tables.table import MISSING
 from gradwire.bench.report.tables.time_to_loss import Cell, cells, loads, ordered
 
+APART = 1.35  # from one row of the figure to the next, in heights of its axes
 WITHIN = (1.1, 1.5, 2, 5, 20)  # times the soonest label's time
 
 Costs = Mapping[str, float]  # seconds to a target, by label
@@ -89,25 +91,35 @@ def winners(known: Sequence[Cell], found: Mapping[tuple[str, str], Costs], targe
     return tabulate(lines, ["link", "m", *targets], tablefmt="pipe", disable_numparse=True)
 
 
-def save(known: Sequence[Cell], folder: Path) -> None:
-    """Write the curves of each link."""
+def save(known: Sequence[Cell], path: Path) -> None:
+    """Draw the curves of all links, two in a row."""
+    by_link = {link: [cell for cell in known if cell.link == link] for link in ordered(cell.link for cell in known)}
+    looked = looks(sorted({label for of_link in by_link.values() for label in on_front(curves(of_link))}))
+    rows = -(-len(by_link) // 2)
+    height = 1 / (1 + APART * (rows - 1))
     with styled():
-        for drawing in time_to_loss(known, looks(sorted({cell.compressor for cell in known}))):
-            plot = drawing()
-            write_text(folder / f"{plot.name}.svg", svg(plot))
+        chart = Chart(Figure(figsize=(WIDTH, TOP + 1.9 * rows + BOTTOM)))
+        for number, (link, of_link) in enumerate(by_link.items()):
+            row, column = divmod(number, 2)
+            place = (0.12 + 0.48 * column, (rows - 1 - row) * APART * height, 0.36, height)
+            ax = chart.figure.add_axes(place, title="no shaped link" if link == UNSHAPED else link)
+            ax.set(xlabel="" if row + 1 < rows else "seconds of training", ylabel="" if column else "perplexity")
+            draw_lines(chart, ax, of_link, looked)
+        plot = chart.plot(path.stem, f"Perplexity over seconds, {', '.join(by_link)}: {', '.join(chart.handles)}.")
+        write_text(path, svg(plot))
 
 
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("records", type=Path)
-    parser.add_argument("--figures", type=Path, metavar="DIR", help="write the figures there as SVG")
+    parser.add_argument("--figure", type=Path, metavar="FILE", help="draw the figure there, as SVG")
     args = parser.parse_args()
     rows = [row for row in read_results(args.records)[0] if row.status == "ok" and row.world_size > 1]
     (source,) = {row.quality_from.partition(": ")[0] for row in rows if row.quality_from}
     known = cells(rows, perplexity_reference(Path(source))[0])
-    if args.figures:
-        save(known, args.figures)
+    if args.figure:
+        save(known, args.figure)
     targets = known[0].targets
     found = costs(known, targets)
     print("\n\n".join([winners(known, found, targets), profile(found), *by_link(rows, found, targets)]))

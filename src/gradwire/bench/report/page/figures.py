@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter
 
 from gradwire.base.units import UNSHAPED
 from gradwire.bench.config import BASELINE
 from gradwire.bench.report.page import style
-from gradwire.bench.report.page.style import Drawing, Look, Plot, axes, group_title, logarithmic, over_worlds
+from gradwire.bench.report.page.style import Chart, Drawing, Look, Plot, axes, group_title, logarithmic, over_worlds
 from gradwire.bench.report.rows.record import BF16
 from gradwire.bench.report.tables.cells import GROUP, Group, of_estimates, slug, spread_text
 from gradwire.bench.report.tables.time_to_loss import Cell, is_perplexity
@@ -25,7 +26,6 @@ COSTS = {
     "time": ("step_time_ms_mean", "step time, ms"),
 }
 NARROW = 2.0  # a ratio of costs below which their axis shows more than them
-UNNAMED = 8  # points in a legend; more are named by their tooltips and the table only
 WORST = 15.0  # percent; larger differences are drawn at the upper edge
 STEP_PARTS = {  # of a step: colour and hatch
     "compute": (style.COLOURS[3], ""),
@@ -95,8 +95,6 @@ def draw_quality(cost: str, group: Group, cells: pd.DataFrame, runs: pd.DataFram
         shown = "baseline" if name == BASELINE else f"{name}{f' {worse.mean:+.0f} %' * above}"
         points[shown], chart.handles[shown] = (x, y, worse), point
     chart.name(ax, points)
-    if len(chart.handles) > UNNAMED:
-        chart.handles = {}
     ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:+g}" if value else "0"))
     alt = f"Perplexity difference over {label}, {group_title(*group)}: {'; '.join(chart.tips.values())}."
     return chart.plot(f"quality-{cost}-{group.slug}", alt)
@@ -120,13 +118,18 @@ def time_to_loss(cells: Sequence[Cell], looks: Mapping[str, Look]) -> Iterator[D
 def draw_curves(cells: Sequence[Cell], title: str, looks: Mapping[str, Look]) -> Plot:
     """One link: the baselines and the labels on the front."""
     chart, ax = axes(title, "seconds of training", "validation perplexity")
+    draw_lines(chart, ax, cells, looks)
+    alt = f"Perplexity over seconds, {title}: {', '.join(chart.handles)}."
+    return chart.plot(f"time-to-loss-{slug(title)}", alt)
+
+
+def draw_lines(chart: Chart, ax: Axes, cells: Sequence[Cell], looks: Mapping[str, Look]) -> None:
+    """The lines of one link."""
     for label, points in on_front(curves(cells)).items():
         (chart.handles[label],) = ax.plot(*zip(*points, strict=True), **looks[label].line, ms=4)
         said = ", ".join(f"{ppl:.4g} at {s:,.0f} s" for s, ppl in points)
         chart.tip(chart.handles[label], f"{label}: {said}")
     logarithmic(ax, "x")
-    alt = f"Perplexity over seconds, {title}: {', '.join(chart.handles)}."
-    return chart.plot(f"time-to-loss-{slug(title)}", alt)
 
 
 def curves(cells: Sequence[Cell]) -> dict[str, Points]:
