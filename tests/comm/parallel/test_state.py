@@ -185,4 +185,4 @@ def test_restored_state_of_unknown_parameters_is_named_once(world, compressor):
     for unknown, *other_shape in world(2).run(renamed, compressor):
         assert len(unknown) == 1
         assert f"residuals, generators or compressor states of {expected}: they are not used" in unknown[0]
-        assert "residuals of 0.weight differ from this model's in 1 names or shapes" in other_shape[0]
+        assert "residuals of 0.weight differ from this model's in 1 name or shape:" in other_shape[0]

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from gradwire.base.errors import BadInput, listed
+from gradwire.base.units import amount, plural
 from gradwire.comm.collectives.layout import Shard
 
 Phase = Literal["scatter", "gather"]  # every rank's gradients to the owners; the owners' means to every rank
@@ -31,7 +32,7 @@ class Taken(NamedTuple):
     Attributes:
         step: Optimizer steps finished.
         topology: The ranks that it is of, such as their number.
-        part: What this rank keeps; None if the state is of other ranks than these, so that only its step counts.
+        part: The state of this rank; None if the state is of other ranks than these, so that only its step counts.
     """
 
     step: int
@@ -47,7 +48,7 @@ def stored(rank: int, step: int, topology: Any, part: Mapping[str, Any]) -> dict
         rank: The rank in the default group.
         step: Optimizer steps finished.
         topology: The ranks, such as their number.
-        part: What this rank keeps: tensors and plain data.
+        part: The state of this rank: tensors and plain data.
     """
     return {"step": step, f"{RANK}{rank}": ({"world": topology, "step": step, **part},)}
 
@@ -64,7 +65,7 @@ def taken(state: Any, rank: int, topology: Any, whose: str) -> Taken:
         state: The state, from a file or from dcp.
         rank: This rank in the default group.
         topology: The present ranks.
-        whose: What the state must be of, for messages.
+        whose: The owner that the state must have, for messages.
 
     Raises:
         BadInput: If it is something else, or another rank's.
@@ -118,10 +119,11 @@ def check_tensors(given: Any, needed: Mapping[str, Tensor], what: str) -> None:
     differing = [name for name in {**shapes, **saved} if saved.get(name) != shapes.get(name)]
     if differing:
         name = differing[0]
+        here, there = (list(of[name]) if name in of else "missing" for of in (shapes, saved))
         raise BadInput(
-            f"the state's {what} differ from this model's in {len(differing)} names or shapes: {name} is "
-            f"{list(saved[name]) if name in saved else 'missing'} in the state, and "
-            f"{list(shapes[name]) if name in shapes else 'missing'} here. Build the model that wrote it."
+            f"the state's {what} differ from this model's in {amount(len(differing), 'name')} or "
+            f"{plural('shape', len(differing))}: {name} is {there} in the state, and {here} here. Build the model that "
+            f"wrote it."
         )
 
 
