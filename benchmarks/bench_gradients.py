@@ -31,7 +31,7 @@ from gradwire.lm.models import causal
 
 
 class Samples(list):
-    """What `RowMaker` wants of shards."""
+    """Shards, as `RowMaker` reads them."""
 
     meta = {"pad_id": 0}  # noqa: RUF012
 

@@ -34,7 +34,7 @@ stacks.WIDTH, stacks.HIDDEN = 180, 128  # larger than in tests: small messages o
 
 
 class Job(NamedTuple):
-    """What is trained: parts of a model with an optimizer, a step of it, and what else has a state."""
+    """A training: parts of a model with an optimizer, a step of it, and further objects with a state."""
 
     parts: Sequence[nn.Module]
     optimizer: Any

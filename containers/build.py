@@ -119,7 +119,7 @@ def build(variant: str, root: Path, wheels: Path, file: Path) -> str:
 
 
 def fill_context(folder: Path, variant: str, root: Path, wheels: Path) -> None:
-    """What Containerfile takes: rootfs.tar, the wheels with their lock, the image's test."""
+    """The inputs of Containerfile: rootfs.tar, the wheels with their lock, the image's test."""
     folder.mkdir(parents=True)
     shutil.move(root, folder / "rootfs.tar")
     shutil.copytree(wheels, folder / "wheels")

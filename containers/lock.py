@@ -85,7 +85,7 @@ def wheels_lock(variant: str, torch: str) -> str:
 
 
 def requirements() -> list[str]:
-    """What gradwire needs to run every command, without torch."""
+    """The packages that every command of gradwire needs, without torch."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     inside = [name for extra, names in extras.items() if extra not in OUTSIDE for name in names]

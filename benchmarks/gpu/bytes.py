@@ -68,7 +68,7 @@ def inputs() -> Iterator[tuple[str, Tensor]]:
 
 
 def differences(compressor: Compressor, label: str, x: Tensor) -> list[str]:
-    """What of an encoding and its decoding is not as the reference implementation has it."""
+    """Differences of an encoding and its decoding from the reference implementation."""
     flag = torch.zeros(1, dtype=torch.uint8, device=x.device)
     wire = compressor.encode(x, generator=generator(3, DEVICE), flag=flag)
     straight = x.to(torch.float32).contiguous()

@@ -36,7 +36,7 @@ def title(name: str, options: dict[str, Any]) -> str:
 
 
 def timed_cases(numel: int) -> dict[str, Case]:
-    """What is timed at a size, by name: methods with kernels, PyTorch's operations, chains, and the other methods."""
+    """Timed cases of a size, by name: methods with kernels, PyTorch's operations, chains, and the other methods."""
     rest = [name for name in registry.available() if name not in KERNELS and (name not in UNUSED or numel < max(SIZES))]
     listed = [*cases(KERNELS), *torch_cases(), *cases(CHAINS), *cases(rest)]
     if SMALL:

@@ -59,7 +59,7 @@ class Part:
         return min(seconds, max(10.0, self.left + 5))
 
     def row(self, name: str) -> Row | None:
-        """What is known of a piece of work, if it succeeded."""
+        """The row of a piece of work, if it succeeded."""
         return next((row for row in self.rows if row["name"] == name and "error" not in row), None)
 
     def measure(self, name: str, work: Callable[[], Row], *, optional: bool = False) -> Row | None:

@@ -161,7 +161,7 @@ def reduced(world: World, cell: dict[str, Any], kind: str) -> Row:
 
 
 def compared(label: str, here: list[Row], there: list[Row]) -> Row:
-    """What the ranks measured on the device, and how it differs from the CPU's ranks and from the closed form."""
+    """Measurements of the ranks on the device, and how they differ from the CPU's ranks and from the closed form."""
     wrong = []
     losses, expected = here[0]["losses"], there[0]["losses"]
     apart = max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))

@@ -23,7 +23,7 @@ Setup = Callable[[], AbstractContextManager[Any]]
 
 
 class Failed(Exception):
-    """What went wrong in a worker, as text."""
+    """The failure of a worker, as text."""
 
 
 @contextmanager

@@ -117,7 +117,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def commands() -> str:
-    """What every command's ``--help`` prints."""
+    """The text that every command's ``--help`` prints."""
     parts = ["# Commands", "What `gradwire COMMAND --help` prints.", block(printed("--help"))]
     for name in sorted(cli.COMMANDS):
         parts += [f"## {name}", block(printed(*name.split(), "--help"))]
@@ -164,7 +164,7 @@ def configuration() -> str:
 
 
 def described(schema: dict[str, Any]) -> Iterator[str]:
-    """What a class of the schema says of itself, and its keys."""
+    """The description of a class of the schema, and its keys."""
     if text := schema.get("description"):
         yield text
     if schema.get("properties"):
@@ -180,7 +180,7 @@ def fields(schema: dict[str, Any]) -> Iterator[tuple[str, ...]]:
 
 
 def values(field: dict[str, Any]) -> str:
-    """What a property takes, as a cell of a table."""
+    """The values that a property takes, as a cell of a table."""
     if "$ref" in field:
         name = field["$ref"].rpartition("/")[2]
         return f"[{name}](#{name.lower()})"

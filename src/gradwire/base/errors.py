@@ -85,7 +85,7 @@ def unknown(kind: str, word: str, known: Iterable[str]) -> BadInput:
     """Return the error for an unknown name, with close matches and all valid names, or the closest of many.
 
     Args:
-        kind: What the name should be, for example ``"compressor"``.
+        kind: The kind of name, for example ``"compressor"``.
         word: The unknown name.
         known: All valid names.
     """

@@ -29,7 +29,7 @@ class Plugins:
     """The plug-ins of one kind.
 
     Args:
-        kind: What a plug-in is, for messages.
+        kind: The kind of plug-in, for messages.
         package: The package with the built-in plug-ins, one per file; the file has the name of its plug-in.
         group: The group of entry points of other packages.
         suffix: The ending of the files.

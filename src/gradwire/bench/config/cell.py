@@ -31,7 +31,7 @@ class Cell(Strict):
         method: The registered method.
         options: The method's own options.
         reduction: The reducer's options, as given (without defaults).
-        communication: What ranks communicate, and the options of a communicating optimizer, as given.
+        communication: The communicating optimizer and its options, as given.
         inside: The compressor setting inside islands (hsdp); None keeps the framework's own reduction there.
         param_compress: Compression of FSDP's parameter all-gathers.
         lr: The peak learning rate of the cell's runs; None takes that of ``training``.

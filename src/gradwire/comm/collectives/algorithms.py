@@ -241,7 +241,7 @@ class RoundState(NamedTuple):
         bad: Whether a parameter's gradient is not finite: uint8 [parameters].
         feedbacks: Each parameter's error feedback.
         residual: Their residuals, as x.
-        states: What the compressor keeps of each parameter.
+        states: The compressor's state of each parameter.
         state: The same, stacked.
     """
 

@@ -47,7 +47,7 @@ class Feedback:
     Args:
         dtype: How the residual is stored: float32, bf16 or int8. bf16 and int8 (blocks of 256) round it to nearest.
         shape: The parameter's.
-        decay: What the residual is multiplied by before it is added; 1 forgets nothing.
+        decay: Factor of the residual before it is added; 1 forgets nothing.
         average: Weight of the old residual in the new one; 0 keeps the last error only.
         device: The device of its gradients.
     """

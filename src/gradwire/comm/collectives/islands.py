@@ -82,7 +82,7 @@ class IslandReducer(Reducer):
     framework averages inside an island. `traffic` covers both levels.
 
     Args:
-        compressor: What encodes the parts of a shard between islands, as for `Reducer`.
+        compressor: The encoder of the parts of a shard between islands, as for `Reducer`.
         islands: The islands.
         inside: Reduces inside this rank's island (its group is ``islands.inside``); None: the framework does.
         options: The other options of `Reducer`.

@@ -61,7 +61,7 @@ class Handle:
         """Return the mean, which the current stream may use.
 
         Raises:
-            Exception: What the reduction, or one that began before it, raised.
+            Exception: That of the reduction, or of one that began before it.
         """
         if self._ready is not None:
             stream = torch.cuda.current_stream(self._mean.device)
@@ -95,7 +95,7 @@ class ReductionQueue:
             flat: The input; not to be changed before the task has finished.
 
         Raises:
-            Exception: What an earlier task raised in the meantime; without overlap what this one raises.
+            Exception: That of an earlier task in the meantime; without overlap that of this one.
         """
         return Handle(run(task, self.group))
 
@@ -106,7 +106,7 @@ class ReductionQueue:
         """Wait for all tasks: on the host, or with the current CUDA stream.
 
         Raises:
-            Exception: What a task raised.
+            Exception: That of a task.
         """
 
 
@@ -190,7 +190,7 @@ class OverlappingQueue(ReductionQueue):
     error.
 
     Args:
-        connections: What its tasks and those of other queues of the same ranks communicate through.
+        connections: The connections that its tasks share with those of other queues of the same ranks.
     """
 
     def __init__(self, connections: Connections) -> None:

@@ -141,7 +141,7 @@ class Reducer:
     identity: nothing is encoded, kept or counted.
 
     Args:
-        compressor: What encodes a shard: a compressor, its name, or a mapping of its ``method`` and options.
+        compressor: The encoder of a shard: a compressor, its name, or a mapping of its ``method`` and options.
         group: The ranks; None is the default group.
         seed: Of the codecs' generators. Each parameter, phase and rank draws from a separate generator.
         draws: The number of this rank in their seeds; None is its number in ``group``. It counts data-parallel ranks:
@@ -346,7 +346,7 @@ class Reducer:
 
         Raises:
             RunFault: If ``flat`` does not have that layout, or its rows do not follow each other.
-            Exception: What an earlier reduction raised.
+            Exception: That of an earlier reduction.
         """
         return self._begin("reduce_scatter", flat, layout, then)
 
@@ -361,7 +361,7 @@ class Reducer:
         """Wait for all reductions that have begun, on the host or with the current CUDA stream; `finish` does.
 
         Raises:
-            Exception: What one of them raised.
+            Exception: That of one of them.
         """
         for part in self.parts.values():
             part.synchronize()
@@ -415,7 +415,7 @@ class Reducer:
             NonFiniteGradient: On all ranks alike, under ``raise``.
             RunFault: If nothing was reduced in this step, or on any rank a parameter has a gradient that was not: the
                 framework no longer calls the reducer for it. A step is not ended twice.
-            Exception: What a reduction raised.
+            Exception: That of a reduction.
         """
         return self.begin_finish(total, wait=wait).wait()
 

@@ -78,7 +78,7 @@ class Global(NamedTuple):
     """State that a process has once, and every rank needs for itself.
 
     Attributes:
-        tables: What torch keeps of process groups.
+        tables: torch's tables of process groups.
         random: The states of torch's default generators: the CPU's, and that of a CUDA device.
     """
 

@@ -171,9 +171,9 @@ class Driver(BaseModel):
                 are added one after the other, which reads and writes ``out`` once.
             segments: The positions of the encodings in a message, and of the tensors in ``out``.
             out: float32, contiguous, of at least ``segments.numel`` elements; others do not change.
-            onto: What the first message's tensors are added to: what ``out`` holds, a ``sum`` that began at ``zero``;
-                ``zero``, so that a -0.0 becomes 0.0 as in any sum from 0; or nothing: a ``blank`` buffer takes the
-                very values. Only ``sum`` reads ``out``, and it must not hold a -0.0.
+            onto: Where the first message's tensors go: they are added to the ``sum`` that ``out`` holds, without a
+                -0.0; added to ``zero``, so that a -0.0 becomes 0.0 as in any sum from 0; or copied into a ``blank``
+                buffer. Only ``sum`` reads ``out``.
 
         Raises:
             ValueError: If the bytes cannot be encodings of those shapes, or a buffer is of a wrong type or too small.

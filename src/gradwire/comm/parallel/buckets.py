@@ -117,7 +117,7 @@ class BucketReduction:
         """Wait until all gradients that were added are means, and start over.
 
         Raises:
-            Exception: What a reduction raised.
+            Exception: That of a reduction.
         """
         handles, self.handles, self.gradients = self.handles, [], {}
         self.launcher.reset()

@@ -68,7 +68,7 @@ def check_agreement(group: ops.Group, reducer: Reducer | None, parameters: Mappi
         group: The ranks; None is the default group.
         reducer: The reducer; None if there is none.
         parameters: As from `parameters_of`.
-        settings: What else must be equal, by the name that the message gives it.
+        settings: Further values that must be equal, by their names in the message.
 
     Raises:
         BadInput: On all ranks, with the first difference and the ranks that have it. Without this check they would

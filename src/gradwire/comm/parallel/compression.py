@@ -206,7 +206,7 @@ class Compression:
 
     Attributes:
         reducer: Averages the gradients.
-        parameters: What stands in for FSDP2's all-gathers, and the replicas that ranks compute with under
+        parameters: The replacement of FSDP2's all-gathers, and the replicas that ranks compute with under
             ``int4-diff``.
     """
 

@@ -81,7 +81,7 @@ def barrier(where: str, group: ops.Group, patience_s: float = PATIENCE_S) -> Non
     """Wait for every rank.
 
     Args:
-        where: What the ranks do next, for the message.
+        where: The next thing that the ranks do, for the message.
         group: The group that `meeting_group` returned.
         patience_s: Seconds that rank 0 waits.
 

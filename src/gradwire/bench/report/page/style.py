@@ -183,8 +183,8 @@ def axes(title: str, x: str, y: str, height: float = 2.6, left: float = 0.72) ->
 
     Args:
         title: Its title.
-        x: What the x axis shows, with its unit.
-        y: What the y axis shows, with its unit.
+        x: The label of the x axis, with its unit.
+        y: The label of the y axis, with its unit.
         height: Of the axes, in inches.
         left: Room for the y axis's labels, in inches.
     """

@@ -155,7 +155,7 @@ class Table:
 
     Args:
         name: The name of its files, without suffix.
-        caption: What it shows.
+        caption: A sentence about its contents.
         columns: Its columns.
         rows: Rows of one entry per column.
         commands: A shell command for each row, if any.

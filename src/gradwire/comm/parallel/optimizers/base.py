@@ -79,7 +79,7 @@ class Communicating(Optimizer):
             compressor: As for the optimizer.
             reducer: A reducer of the benchmark or the user; None builds one from ``compressor`` and ``options``.
             options: Options of `Reducer`; ``error_feedback`` defaults to True.
-            settings: What must be equal on all ranks, by name.
+            settings: The values that must be equal on all ranks, by name.
 
         Raises:
             BadInput: If gradients of the model are averaged already, no rank or island holds a whole model, the groups

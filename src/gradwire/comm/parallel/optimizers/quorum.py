@@ -81,7 +81,7 @@ class Quorum:
         manager: The manager.
         reducer: The reducer between groups.
         serve: Returns copies of what a group that joins needs.
-        same: What must be equal in all groups, by name.
+        same: The values that must be equal in all groups, by name.
 
     Attributes:
         rounds: The rounds so far.

@@ -26,7 +26,7 @@ class HookState(NamedTuple):
     Attributes:
         reducer: Averages the gradients.
         end: Waits for the reducer at the end of the backward pass.
-        prefix: What the names of the block's parameters begin with.
+        prefix: The beginning of the names of the block's parameters.
         module: The block.
         layout: Makes the layout of the block's flat parameter, of which parameters may be frozen and unfrozen.
     """

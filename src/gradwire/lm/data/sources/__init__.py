@@ -28,7 +28,7 @@ class Stream(NamedTuple):
 
     Attributes:
         where: The origin, for messages.
-        revision: What identifies the content exactly; None if unknown.
+        revision: An exact identifier of the content; None if unknown.
         documents: The documents, read lazily and in a fixed order.
         metadata: Counts for the corpus's record, such as skipped files; complete when the documents have been read.
     """

@@ -172,7 +172,7 @@ def commit(dataset: str, revision: str | None, without_network: str) -> str | No
     Args:
         dataset: The dataset's name.
         revision: A commit, branch or tag; None for the default branch.
-        without_network: What to do if the Hub cannot be reached, for the message.
+        without_network: The remedy if the Hub cannot be reached, for the message.
 
     Raises:
         BadInput: If the Hub cannot be reached, or there is no such dataset or revision.

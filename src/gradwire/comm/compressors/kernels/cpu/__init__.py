@@ -303,7 +303,7 @@ class Segmented:
         method: Its name.
         encode: The method's `encode`, compiled.
         decode: Its `decode`, compiled.
-        settings: What both take of a method.
+        settings: The options of a method that both take.
         chunk: Elements after which blocks, bytes and tiles all begin; chunks are multiples of that.
         draws: Whether the method takes a seed.
         row: A segment's own numbers by method and elements, for the columns after `SIZE`.

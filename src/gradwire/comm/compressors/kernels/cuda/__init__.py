@@ -193,7 +193,7 @@ class Segmented:
         encoding: The constants of `encode` by method, its TILE among them.
         decoding: Those of `decode`.
         draws: Whether the method takes seeds.
-        finish: What is left to do after `encode`, by method, segments, wire and flags.
+        finish: The work after `encode`, on method, segments, wire and flags.
     """
 
     def __init__(
