@@ -151,7 +151,7 @@ def values_of(job: Job) -> torch.Tensor:
 def traffic_of(counted: list[Any]) -> tuple[int, int]:
     """Bytes sent, and those of float32: of gradients, and of parameters where they are compressed."""
     parts = [each.traffic for each in counted]
-    parts += [part["parameters"] for part in parts if "parameters" in part]
+    parts += [part.details["parameters"] for part in parts if "parameters" in part.details]
     return sum(part["sent"] for part in parts), sum(part["raw"] for part in parts)
 
 

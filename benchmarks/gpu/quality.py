@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import transformers.models.gpt2.modeling_gpt2  # noqa: F401  imported before the ranks are forked
 from gpu.part import DEVICE, OUT, SMALL, Part, Row, run
-from gpu.strategies import corpus, sent_bytes, tokenized, trained
+from gpu.strategies import corpus, tokenized, total_of, trained
 from gpu.workers import Failed, Ranks, alone
 
 from gradwire.comm.collectives.world import simulated_world
@@ -104,7 +104,7 @@ def main() -> int:
 
         def work(name: str = name) -> Row:
             here = train(name, steps, max(30.0, part.left + 20))
-            sent, raw = sent_bytes(here), 2 * (RANKS - 1) * 4 * here[0]["numel"]
+            sent, raw = total_of(here, "sent"), 2 * (RANKS - 1) * 4 * here[0]["numel"]
             total = None if None in sent else sum(number for number in sent if number is not None)
             return {
                 "steps": steps,

@@ -94,7 +94,7 @@ def stepped(world: World, label: str | None) -> Row:
             trainee.step(context)
             synchronize()
             turns.append(1e3 * (time.perf_counter() - began))
-    sent = reducer._traffic.counts["encoded_elements"] if reducer is not None else None
+    sent = reducer.traffic.details["encoded_elements"] if reducer is not None else None
     return {"step_ms": median(turns[3:]), "encoded": sent}
 
 

@@ -167,9 +167,9 @@ def compared(label: str, here: list[Row], there: list[Row]) -> Row:
     apart = max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))
     if not apart <= TOLERANCE.get(label, OTHERS):
         wrong.append(f"losses {losses} are not the CPU's {expected}")
-    sent, closed = sent_bytes(here), here[0]["closed_form"]
-    if sent != sent_bytes(there):
-        wrong.append(f"bytes {sent} are not the CPU's {sent_bytes(there)}")
+    sent, closed = total_of(here, "sent"), total_of(here, "closed_form")
+    if sent != total_of(there, "sent"):
+        wrong.append(f"bytes {sent} are not the CPU's {total_of(there, 'sent')}")
     if any(rank["losses"] != losses for rank in here):
         wrong.append("ranks report different losses")
     if any(rank["diverged"] for rank in here):
@@ -187,9 +187,9 @@ def compared(label: str, here: list[Row], there: list[Row]) -> Row:
     }
 
 
-def sent_bytes(ranks: list[Row]) -> list[int | None]:
-    """Bytes of each step over all ranks; None without a reducer."""
-    steps = zip(*(rank["sent"] for rank in ranks), strict=True)
+def total_of(ranks: list[Row], count: str) -> list[int | None]:
+    """Bytes of each step over all ranks; None if one is unknown, as without a reducer."""
+    steps = zip(*(rank[count] for rank in ranks), strict=True)
     return [None if None in each else sum(each) for each in steps]
 
 

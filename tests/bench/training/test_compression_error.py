@@ -126,12 +126,12 @@ def test_what_has_no_relative_error_is_null(world):
 def test_collectives_beyond_one_for_each_reduction_are_extra(world, kind, method, options, extra):
     given = {"rank": 1} if method == "powersgd" else {}
     for _, _, traffic in world(2).run(reduced, kind, method, given, options):
-        assert traffic["extra_collectives"] == 2 * 2 * extra, "two steps of two buffers"
-        calls = sum(cost["calls"] for cost in traffic["by_op"].values())
-        assert calls == traffic["extra_collectives"] + 2 * 2
-        seconds = sum(cost["seconds"] for cost in traffic["by_op"].values())
-        assert (traffic["extra_seconds"] > 0) == (extra > 0)
-        assert traffic["extra_seconds"] < seconds
+        assert traffic.details["extra_collectives"] == 2 * 2 * extra, "two steps of two buffers"
+        calls = sum(cost["calls"] for cost in traffic.details["by_op"].values())
+        assert calls == traffic.details["extra_collectives"] + 2 * 2
+        seconds = sum(cost["seconds"] for cost in traffic.details["by_op"].values())
+        assert (traffic.details["extra_seconds"] > 0) == (extra > 0)
+        assert traffic.details["extra_seconds"] < seconds
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_density_counts_what_sparsifiers_choose_from_and_what_they_send(world, m
     for _, _, traffic in world(2).run(reduced, "reduce_scatter", method, given, options):
         sizes = [shard.numel for layout in layouts(2) for shard in layout.shards]
         chosen, among = (0, 0) if kept is None else (2 * sum(map(kept, sizes)), 2 * sum(sizes))
-        assert (traffic["chosen_elements"], traffic["sparse_elements"]) == (chosen, among)
+        assert (traffic.details["chosen_elements"], traffic.details["sparse_elements"]) == (chosen, among)
 
 
 def test_a_threshold_s_density_is_read_from_its_wire(world):
@@ -157,7 +157,7 @@ def test_a_threshold_s_density_is_read_from_its_wire(world):
     ranks = world(2).run(reduced, "reduce_scatter", "threshold", given, {"algorithm": "exchange"})
     for rank, (_, _, traffic) in enumerate(ranks):
         flats = [flat for step in (0, 1) for flat in gradients(rank, 2, step)]
-        assert traffic["chosen_elements"] == sum(int((flat.abs() >= 0.5).sum()) for flat in flats)
+        assert traffic.details["chosen_elements"] == sum(int((flat.abs() >= 0.5).sum()) for flat in flats)
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -166,7 +166,7 @@ def test_rows_of_a_native_reduce_scatter_are_padded_to_the_longest(world, size):
     rows = [[sum(shard.numel for shard in row) for row in layout.rows] for layout in layouts(size)]
     for rank, (_, _, traffic) in enumerate(ranks):
         lacking = sum(max(row) - numel for row in rows for owner, numel in enumerate(row) if owner != rank)
-        assert traffic["padding"] == 2 * 4 * lacking
-    assert sum(traffic["padding"] for _, _, traffic in ranks) > 0
+        assert traffic.details["padding"] == 2 * 4 * lacking
+    assert sum(traffic.details["padding"] for _, _, traffic in ranks) > 0
     for _, _, traffic in world(size).run(reduced, "reduce_scatter", "none", {}, {"algorithm": "exchange"}):
-        assert traffic["padding"] == 0
+        assert traffic.details["padding"] == 0

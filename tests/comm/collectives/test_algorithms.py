@@ -111,7 +111,7 @@ def poisoned_once(rank, world, group, options):
         if step == 1:
             kept = {key: feedback.residual for key, feedback in reducer.codec.feedbacks.items()}
             residuals = {key: bool(residual.any()) for key, residual in kept.items() if residual.numel() > 1}
-    return finite, mean, reducer.traffic["residuals_dropped"], residuals
+    return finite, mean, reducer.traffic.details["residuals_dropped"], residuals
 
 
 @pytest.mark.parametrize(
@@ -166,9 +166,8 @@ def scheduled(rank, world, group):
 def test_a_schedule_changes_the_compressor_and_its_state(turns):
     results = turns(2).run(scheduled)
     for step, rows in enumerate(zip(*results, strict=True)):
-        assert sum(sent for sent, _ in rows) == rows[0][1]
         expected = 2 * sum(build("powersgd", rank=1 if step < 2 else 3).round_bytes(form) for form in FORMS)
-        assert rows[0][1] == expected
+        assert sum(sent for sent, _ in rows) == sum(closed_form for _, closed_form in rows) == expected
 
 
 FORMS = [(shape[0], math.prod(shape[1:])) if len(shape) > 1 else shape for _, shape in BIG]
@@ -177,7 +176,7 @@ FORMS = [(shape[0], math.prod(shape[1:])) if len(shape) > 1 else shape for _, sh
 def test_float32_natively_costs_what_an_all_reduce_costs(turns):
     results = turns(3).run(reduced, BIG, "dim0", "all_reduce", "none", {}, {"algorithm": "native"}, 1)
     numel = sum(math.prod(shape) for _, shape in BIG)
-    assert results[0][0][0][2] == raw_bytes("all_reduce", numel, 3)
+    assert sum(rows[0][2] for rows, *_ in results) == raw_bytes("all_reduce", numel, 3)
 
 
 def test_a_methods_first_steps_follow_the_dense_ones(turns):
@@ -187,8 +186,26 @@ def test_a_methods_first_steps_follow_the_dense_ones(turns):
         reduced, BIG, "dim0", "all_reduce", "gradiveq", options, {"algorithm": "native", "dense_steps": dense}, 6
     )
     sent = [sum(sent for _, sent, _ in rows) for rows in zip(*(result[0] for result in results), strict=True)]
-    assert sent == [expected for _, _, expected in results[0][0]]
+    assert all(sent == expected for rows, *_ in results for _, sent, expected in rows)
     assert sent[0] == sent[dense] > sent[dense + 2]
+
+
+@pytest.mark.parametrize(("kind", "passes"), [("reduce_scatter", 1), ("all_reduce", 2)])
+@pytest.mark.parametrize("algorithm", ["exchange", "native"])
+def test_the_bytes_of_float32_values_are_counted(turns, kind, passes, algorithm):
+    """After a step of float32 rank-1 factors replace the matrices that they shorten; the biases are exempt."""
+    options = {"algorithm": algorithm, "exempt": Exempt(max_ndim=1), "dense_steps": 1}
+    results = turns(3).run(reduced, BIG, "dim0", kind, "powersgd", {"rank": 1}, options, 2)
+    traffic = [result[2] for result in results]
+    numel, vectors = sum(math.prod(shape) for _, shape in BIG), sum(shape[0] for _, shape in BIG if len(shape) == 1)
+    pieces = [form for piece in Layout.dim0(BIG, 3).pieces for form in [piece.form] if len(form) > 1]
+    small = [form for form in pieces if sum(form) >= math.prod(form)]
+    float32 = numel + vectors + (0 if algorithm == "native" else sum(map(math.prod, small)))
+    assert sum(rank["exact"] for rank in traffic) == passes * 2 * 4 * float32
+    for rank in traffic:
+        assert rank["exact"] < rank["sent"] < rank["raw"] and rank["ratio"] == rank["raw"] / rank["sent"]
+        assert rank["messages"] == sum(cost["calls"] for cost in rank.details["by_op"].values()) > 0
+        assert {*rank} == {"sent", "raw", "ratio", "messages", "exact"} and not rank.details.keys() & rank.keys()
 
 
 def by_row_and_packed(rank, world, group, name, options):
@@ -205,7 +222,8 @@ def by_row_and_packed(rank, world, group, name, options):
             reducer.finish()
             means += [*out.values()]
         kept = {key: feedback.residual for key, feedback in reducer.codec.feedbacks.items()}
-        counts = {key: reducer.traffic[key] for key in ("sent", "raw", "closed_form", "elements", "exempt_elements")}
+        given = reducer.traffic | reducer.traffic.details
+        counts = {key: given[key] for key in ("sent", "raw", "exact", "closed_form", "elements", "exempt_elements")}
         outcomes.append((means, counts, kept))
     (means, counts, kept), (means_packed, counts_packed, kept_packed) = outcomes
     assert counts == counts_packed and kept.keys() == kept_packed.keys()

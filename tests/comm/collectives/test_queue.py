@@ -44,7 +44,8 @@ def several(rank, world, group, kind, options):
                 handles = [begin(flat, layout) for flat, layout in zip(flats, layouts, strict=True)]
                 means += [handle.wait() for handle in reversed(handles)]
                 assert reducer.finish()
-            traffic = {name: count for name, count in reducer.traffic.items() if name not in UNTIMED}
+            counts = reducer.traffic | reducer.traffic.details
+            traffic = {name: count for name, count in counts.items() if name not in UNTIMED}
             found[overlap] = means, traffic, reducer.codec.residual_norm
     return found
 

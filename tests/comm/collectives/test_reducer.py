@@ -137,9 +137,10 @@ def check_fallbacks(result, layout, rank, name):
     assert any(dense.values()) == (name in FALL_BACK)
     for kind, shards in (("reduce_scatter", layout.shards), ("all_reduce", [*layout.shards, *own])):
         traffic = result[f"{kind} traffic"]
-        assert traffic["fallbacks"] == sum(dense[shard] for shard in shards), name
-        assert traffic["fallback_elements"] == sum(shard.numel for shard in shards if dense[shard]), name
-        assert traffic["encoded_elements"] == (0 if name == "none" else sum(shard.numel for shard in shards)), name
+        assert traffic.details["fallbacks"] == sum(dense[shard] for shard in shards), name
+        assert traffic.details["fallback_elements"] == sum(shard.numel for shard in shards if dense[shard]), name
+        given = 0 if name == "none" else sum(shard.numel for shard in shards)
+        assert traffic.details["encoded_elements"] == given, name
 
 
 def encoded(name, values, form):
@@ -155,7 +156,7 @@ def small(rank, world, group, kind, options):
         before = reducer.traffic
         getattr(reducer, kind)(buffer(layout, rank, step), layout)
         reducer.finish()
-        counts.append([reducer.traffic[name] - before[name] for name in COUNTS])
+        counts.append([reducer.traffic.details[name] - before.details[name] for name in COUNTS])
     return counts
 
 
@@ -174,10 +175,11 @@ def check_bytes(results, layout, size):
     for kind, passes in (("reduce_scatter", 1), ("all_reduce", 2)):
         traffic = [result[f"{kind} traffic"] for result in results]
         assert sum(t["raw"] for t in traffic) == passes * (size - 1) * 4 * NUMEL
-        assert results[0][f"{kind} closed form"] in (None, sum(t["sent"] for t in traffic))  # None: it is the data's
-        assert all(t["closed_form"] == results[0][f"{kind} closed form"] for t in traffic)
-        assert all(t["sent"] == sum(cost["bytes"] for cost in t["by_op"].values()) for t in traffic)
-        assert all(t["elements"] == NUMEL and t["exempt_elements"] == 0 for t in traffic)
+        for result, rank in zip(results, traffic, strict=True):
+            closed_form = result[f"{kind} closed form"]
+            assert closed_form == rank.details["closed_form"] in (None, rank["sent"])  # None: it is the data's
+        assert all(t["sent"] == sum(cost["bytes"] for cost in t.details["by_op"].values()) for t in traffic)
+        assert all(t.details["elements"] == NUMEL and t.details["exempt_elements"] == 0 for t in traffic)
 
 
 @pytest.mark.parametrize(("algorithm", "passes"), [("exchange", (1, 2)), ("gather", (3, 3))])
@@ -186,15 +188,16 @@ def test_the_bytes_of_places_are_those_that_travel(turns, algorithm, passes):
     kept = sum(build("topk", density=0.3).kept(shard.numel) for shard in Layout.dim0(SHAPES, 3).shards)
     results = turns(3).run(both_kinds, "dim0", "topk", {"density": 0.3}, {"algorithm": algorithm})
     for kind, times in zip(("reduce_scatter", "all_reduce"), passes, strict=True):
-        sent, index = (sum(result[f"{kind} traffic"][key] for result in results) for key in ("sent", "index"))
+        traffic = [result[f"{kind} traffic"] for result in results]
+        sent, index = sum(rank["sent"] for rank in traffic), sum(rank.details["index"] for rank in traffic)
         assert sent - index == 2 * 4 * kept * times, kind
 
 
 @pytest.mark.parametrize(("name", "bytes_each"), [("none", 4), ("fp16", 2), ("bf16", 2)])
 def test_closed_forms_by_hand(turns, name, bytes_each):
-    result = turns(3).run(both_kinds, "dim0", name, {}, {})[1]
-    assert result["reduce_scatter closed form"] == 2 * bytes_each * NUMEL
-    assert result["all_reduce closed form"] == 4 * bytes_each * NUMEL
+    results = turns(3).run(both_kinds, "dim0", name, {}, {})
+    assert sum(result["reduce_scatter closed form"] for result in results) == 2 * bytes_each * NUMEL
+    assert sum(result["all_reduce closed form"] for result in results) == 4 * bytes_each * NUMEL
 
 
 def test_a_second_half_in_float32_sends_the_reduce_scatter_rows(turns):
@@ -213,12 +216,12 @@ def test_sizes_travel_only_where_they_depend_on_the_data(turns):
             expected[shard.place] = exact_mean(layout, 3)[shard.place].float()
     torch.testing.assert_close(rows, expected)
     for rank, result in enumerate(results):
-        assert result["reduce_scatter closed form"] is result["reduce_scatter traffic"]["closed_form"] is None
+        assert result["reduce_scatter closed form"] is result["reduce_scatter traffic"].details["closed_form"] is None
         ragged = [shard for shard in layout.shards if shard.numel > 1 and shard.row != rank]
         kept = sum(int((buffer(layout, rank)[shard.place] > 0).sum()) for shard in ragged)
         single = sum(4 for shard in layout.shards if shard.numel == 1 and shard.row != rank)
         assert result["reduce_scatter traffic"]["sent"] == 8 * kept + single + 8 * len(ragged)
-        assert result["reduce_scatter traffic"]["by_op"]["all_to_all"]["calls"] == 2
+        assert result["reduce_scatter traffic"].details["by_op"]["all_to_all"]["calls"] == 2
 
 
 def test_exempt_parameters_travel_as_float32(turns):
@@ -229,9 +232,10 @@ def test_exempt_parameters_travel_as_float32(turns):
         error = (results[0]["all_reduce"].double() - mean)[shard.place].abs().max()
         assert (error < 1e-6) == (len(shard.shape) == 1), shard
     for result in results:
-        assert result["all_reduce traffic"]["exempt_elements"] == 8
-        assert result["all_reduce traffic"]["elements"] == NUMEL
-    assert sum(result["all_reduce traffic"]["sent"] for result in results) == results[0]["all_reduce closed form"]
+        traffic = result["all_reduce traffic"]
+        assert (traffic.details["exempt_elements"], traffic.details["elements"]) == (8, NUMEL)
+        assert traffic["sent"] == result["all_reduce closed form"]
+    assert sum(result["all_reduce traffic"]["exact"] for result in results) == 2 * 4 * 8, "to the owners and back"
 
 
 def steps(rank, world, group, count, reducer_options):
@@ -253,8 +257,8 @@ def test_dense_steps_send_float32_first(turns):
     for step, rows in enumerate(zip(*results, strict=True)):
         dense = step < 2
         assert all((error < 1e-6) == dense for error, _, _ in rows)
-        assert sum(sent for _, sent, _ in rows) == rows[0][2]
-        assert (rows[0][2] == raw_bytes("all_reduce", NUMEL, 2)) == dense
+        assert all(sent == closed_form for _, sent, closed_form in rows)
+        assert (sum(sent for _, sent, _ in rows) == raw_bytes("all_reduce", NUMEL, 2)) == dense
 
 
 def poisoned(rank, world, group, policy, kind, bad):
@@ -270,7 +274,8 @@ def poisoned(rank, world, group, policy, kind, bad):
     except NonFiniteGradient as error:
         first = (str(error), error.step)
     getattr(reducer, kind)(buffer(layout, rank), layout)
-    return first, reducer.finish(), reducer.traffic["nonfinite_steps"], reducer.traffic["agreement"], reducer.step
+    finite, counts = reducer.finish(), reducer.traffic.details
+    return first, finite, counts["nonfinite_steps"], counts["agreement"], reducer.step
 
 
 @worlds
@@ -352,7 +357,7 @@ def test_one_rank_is_the_identity(turns):
     torch.testing.assert_close(scattered, flat, rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(full, flat, rtol=0, atol=0, equal_nan=True)
     assert finite is True
-    assert not any(traffic.values()) and not state["generators"]
+    assert not any((traffic | traffic.details).values()) and not state["generators"]
 
 
 def resumed(rank, world, group, name, options, reducer_options):
@@ -415,9 +420,9 @@ def loaded_late(rank, world, group):
     late.all_reduce(buffer(layout, rank, 7) * math.nan, layout)
     late.load_state_dict(copy.deepcopy(first.state_dict()))
     late.prepare("all_reduce", NUMEL)
-    ops = {op: cost["calls"] for op, cost in late.traffic["by_op"].items()}
+    ops = {op: cost["calls"] for op, cost in late.traffic.details["by_op"].items()}
     found = [reducer.all_reduce(buffer(layout, rank, 2), layout) for reducer in (first, late)]
-    after = {op: cost["calls"] - ops.get(op, 0) for op, cost in late.traffic["by_op"].items()}
+    after = {op: cost["calls"] - ops.get(op, 0) for op, cost in late.traffic.details["by_op"].items()}
     return before, (first.algorithm, late.algorithm), found, after, (first.finish(), late.finish())
 
 
@@ -503,7 +508,7 @@ def test_a_used_reducer_forgets_what_it_kept_under_another_number_of_ranks(turns
     results = turns(2).run(of_more_ranks)
     assert all(step == 44 and not any(forgotten.values()) for step, forgotten, _ in results)
     sent = [sum(one) for one in zip(*[[sent for sent, _ in rows] for _, _, rows in results], strict=True)]
-    assert sent == [expected for _, expected in results[0][2]]
+    assert all(sent == expected for *_, rows in results for sent, expected in rows)
     assert sent[0] == raw_bytes("all_reduce", 2000, 2) > sent[2], "it begins with the window of its first steps"
 
 
@@ -577,7 +582,7 @@ def test_a_schedule_is_a_mapping_as_in_a_cell(given, changes, built):
         ({"second": "float16"}, "'second'.*Did you mean 'float32'"),
         ({"nonfinite": "stop"}, "'nonfinite'.*propagate, raise, skip"),
         ({"dense_steps": -1}, "dense_steps is -1"),
-        ({"granularity": "bucket"}, "'granularity'.*piece, row"),
+        ({"granularity": "bucket"}, "'granularity'.*shard, row"),
         ({"residual_dtype": "fp16"}, "'residual_dtype'.*Did you mean 'bf16'"),
         ({"algorithm": "native"}, "native needs a compressor that collectives can sum, and topk"),
         ({"error_feedbak": True}, "unknown option of Reducer 'error_feedbak'.*Did you mean 'error_feedback'"),

@@ -159,7 +159,7 @@ def trained(rank, world, group, framework, loop, compressed, **options):
         warnings.simplefilter("error")
         for _ in run:
             pass
-    return values(model), compression and (compression.reducer.step, compression.traffic["nonfinite_steps"])
+    return values(model), compression and (compression.reducer.step, compression.traffic.details["nonfinite_steps"])
 
 
 @pytest.mark.parametrize("framework", ["ddp", "fsdp2"])

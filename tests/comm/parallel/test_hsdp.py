@@ -183,7 +183,7 @@ def compare(world, number, ranks, cases, fault=None):
 
 def check_bytes(model, traffics, inside):
     """What ranks counted is what the simulation sent, on each level, and the closed form."""
-    within = [traffic["inside"] for traffic in traffics if inside is not None]
+    within = [traffic.details["inside"] for traffic in traffics if inside is not None]
     of_islands = sum(protocol.sent for protocol in model.inside) if inside is not None else 0
     total = of_islands + sum(protocol.sent for protocol in model.between)
     assert sum(traffic["sent"] for traffic in within) == of_islands
@@ -345,7 +345,7 @@ def optioned(rank, world, group):
         rough_loss_of(model, rank, step).backward()
         assert reducer.finish()
         steps.append({name: gradient.flatten() for name, gradient in whole_gradients(model).items()})
-    return steps, {key: reducer.traffic[f"{key}_elements"] for key in ("exempt", "encoded")}
+    return steps, {key: reducer.traffic.details[f"{key}_elements"] for key in ("exempt", "encoded")}
 
 
 def test_schedules_dense_steps_and_exemptions_hold_between_islands(world):

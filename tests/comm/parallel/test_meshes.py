@@ -75,8 +75,8 @@ def trained_by(case, model, sample):
     if compression is None:
         return values(named), start
     traffic = compression.traffic
-    assert traffic["parameters"]["sent"] == METER.sent("parameters") - sent
-    return values(named), {**traffic, "parameters": traffic["parameters"]["sent"]}
+    assert traffic.details["parameters"]["sent"] == METER.sent("parameters") - sent
+    return values(named), traffic
 
 
 BOUNDS = {"none": 1e-6, "int8": 0.006, "topk": 0.3, "int4 and int4-diff": 0.1, "int8 inside": 0.25}
@@ -112,8 +112,8 @@ def test_parameters_end_as_far_from_those_without_gradwire_as_the_codec_errs(wor
             else:
                 assert 1e-5 < relative < BOUNDS[case], case
                 assert 0 < traffic["sent"] < traffic["raw"]
-            assert (traffic["parameters"] > 0) == ("parameters" in CASES[case])
-            assert case != "int8 inside" or 0 < traffic["inside"]["sent"] < traffic["inside"]["raw"] / 2
+            assert (traffic.details["parameters"]["sent"] > 0) == ("parameters" in CASES[case])
+            assert case != "int8 inside" or 0 < traffic.details["inside"]["sent"] < traffic.details["inside"]["raw"] / 2
 
 
 @pytest.mark.parametrize("stack", ["tp x fsdp", "tp x ddp", pytest.param("tp x hsdp", marks=pytest.mark.sweep)])
@@ -243,9 +243,9 @@ def parameter_bytes(rank, world, group, encoding):
     model, sample = hsdp(world, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     compression = gradwire.compress_gradients(model, "none", optimizer=optimizer, parameters=encoding)
-    started = compression.traffic["parameters"]
+    started = compression.traffic.details["parameters"]
     train(model, optimizer, sample, range(STEPS))
-    return started, compression.traffic["parameters"]
+    return started, compression.traffic.details["parameters"]
 
 
 @pytest.mark.parametrize(("encoding", "share"), [("int8", 0.5), ("int4-diff", 0.1)])
@@ -284,7 +284,7 @@ def chunked(rank, world, group, chunks, early=False):
             sum(model.head(chunk).square().mean() for chunk in hidden.chunk(chunks)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return values(model.named_parameters()), compression.traffic["parameters"]["sent"]
+    return values(model.named_parameters()), compression.traffic.details["parameters"]["sent"]
 
 
 @pytest.mark.parametrize(("chunks", "early"), [(2, False), (1, True)])

@@ -70,7 +70,7 @@ def steps(rank, world, group, strategy, name, method, options, reducer_options, 
     load_checkpoint_state(model, optimizer, weights)
     reducer.load_state_dict(kept)
     found.append(step(model, optimizer, reducer, 2))
-    return found, full_state_dict(model), reducer.codec.residual_norm, reducer.traffic["residuals_dropped"]
+    return found, full_state_dict(model), reducer.codec.residual_norm, reducer.traffic.details["residuals_dropped"]
 
 
 def assert_the_same(results):

@@ -154,7 +154,7 @@ def test_a_scaled_loss_changes_no_bit(world, case, strategy):
             assert step.keys() == others_step.keys() != set()
             for key in step:
                 assert all(torch.equal(others_step[key][part], value) for part, value in step[key].items()), key
-        assert traffic["sent"] == others_traffic["sent"] and traffic["nonfinite_steps"] == 1
+        assert traffic["sent"] == others_traffic["sent"] and traffic.details["nonfinite_steps"] == 1
 
 
 @pytest.mark.parametrize(("size", "strategy"), diagonals([2, 3], STRATEGIES))
@@ -165,7 +165,7 @@ def test_a_skipped_step_loses_the_residuals_of_the_rank_that_overflowed_only(wor
         last = [residual for state in kept[-1].values() for residual in state.values()]
         assert all(residual.isfinite().all() for residual in last)
         lost = rank == size - 1
-        assert traffic["residuals_dropped"] == lost * len(last)
+        assert traffic.details["residuals_dropped"] == lost * len(last)
         assert sum(float(residual.abs().sum()) for residual in last) == 0 if lost else any(r.any() for r in last)
 
 

@@ -24,14 +24,14 @@ from gradwire.base.units import UNSHAPED
 from gradwire.bench.launch.links import INTERFACE, LINK
 from gradwire.bench.training.environment import PeakMemory
 from gradwire.comm.collectives import Reducer, ops
-from gradwire.comm.collectives.meter import METER
+from gradwire.comm.collectives.meter import METER, Traffic
 from gradwire.comm.collectives.reducer import Reduced
 
 Row = dict[str, Any]  # one rank's row of steps.parquet
 
 INTERFACES = Path("/proc/self/net/dev")  # of this process's network namespace
 TRANSMITTED = 8  # index of the bytes sent among the columns after the interface's name
-COUNTED = (  # counters of `Reducer.traffic`, recorded per step
+COUNTED = (  # counters of `Reducer.traffic.details`, recorded per step
     *(f"{which}_elements" for which in ("chosen", "sparse", "encoded", "fallback", "exempt")),
     *("elements", "fallbacks", "extra_collectives"),
 )
@@ -126,14 +126,19 @@ class Counters:
         }
 
     def _read(self) -> dict[str, Any] | None:
-        return None if self._reducer is None else self._reducer.traffic
+        return None if self._reducer is None else flat(self._reducer.traffic)
+
+
+def flat(traffic: Traffic) -> dict[str, Any]:
+    """The numbers of `Reducer.traffic` and its details as one mapping."""
+    return traffic | traffic.details
 
 
 def traffic_between(before: dict[str, Any] | None, now: dict[str, Any] | None, *, timed: bool) -> Row:
     """Bytes, elements and times between two `Reducer.traffic` of this rank; none without a reducer.
 
-    ``bytes_closed_form`` is over all ranks, and None if a size depended on the data. Times are None unless ``timed``:
-    on a GPU, measuring them needs a synchronization, which the meter does in profiled steps only.
+    ``bytes_closed_form`` is None if a size depended on the data. Times are None unless ``timed``: on a GPU, measuring
+    them needs a synchronization, which the meter does in profiled steps only.
     """
     if before is None or now is None:
         return {}
@@ -165,6 +170,7 @@ def bytes_inside(before: dict[str, Any], now: dict[str, Any]) -> Row | None:
     old, new = before.get("inside"), now.get("inside")
     if old is None or new is None:
         return None
+    old, new = flat(old), flat(new)
     names = ("raw", "sent", "closed_form")
     return {name: None if new[name] is None else new[name] - old[name] for name in names}
 

@@ -68,7 +68,7 @@ def traffic(settings: Settings, world: World, outcome: Outcome, rows: list[Row])
     if settings.strategy == "hsdp":
         total, steady = (gradients_by_link(settings, outcome, steps).both for steps in (rows, later))
     elif hooked:
-        closed = known_sum([row["bytes_closed_form"] for row in outcome.rows])
+        closed = known_sum([row["bytes_closed_form"] for row in rows])
         total = Bytes(total_of(rows, "bytes_raw"), total_of(rows, "bytes_sent"), closed)
         steady = Bytes(total_of(later, "bytes_raw"), total_of(later, "bytes_sent"), None)
     else:
@@ -266,21 +266,14 @@ def gradients_by_link(settings: Settings, outcome: Outcome, rows: list[Row]) -> 
     )
     if not settings.cell.hooked:
         return Gradients(inside, between)
-    ranks = world // settings.islands
-    forms = [row for row in rows if row["rank"] < ranks]  # a closed form is over the ranks of a shard: of every shard
-    both = Bytes(
-        total_of(rows, "bytes_raw"),
-        total_of(rows, "bytes_sent"),
-        known_sum([row["bytes_closed_form"] for row in forms]),
-    )
+    closed = known_sum([row["bytes_closed_form"] for row in rows])
+    both = Bytes(total_of(rows, "bytes_raw"), total_of(rows, "bytes_sent"), closed)
     if settings.cell.inside is None:
         return Gradients(inside, both)
     parts = [Bytes(**row["inside"]) for row in rows]
-    # inside, a closed form is over an island's ranks: of every island
-    of_islands = [part.closed_form for row, part in zip(rows, parts, strict=True) if row["rank"] % ranks == 0]
-    inside = Bytes(sum(part.raw for part in parts), sum(part.sent for part in parts), known_sum(of_islands))
-    form_inside = known_sum([row["inside"]["closed_form"] for row in forms])
-    form = None if form_inside is None or both.closed_form is None else both.closed_form - form_inside
+    closed_inside = known_sum([part.closed_form for part in parts])
+    inside = Bytes(sum(part.raw for part in parts), sum(part.sent for part in parts), closed_inside)
+    form = None if closed_inside is None or both.closed_form is None else both.closed_form - closed_inside
     return Gradients(inside, Bytes(both.raw - inside.raw, both.sent - inside.sent, form))
 
 

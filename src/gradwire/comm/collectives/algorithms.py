@@ -17,13 +17,14 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from gradwire.comm.closed_forms import total_bytes
+from gradwire.comm.closed_forms import FLOAT32_BYTES, rank_bytes, share
 from gradwire.comm.collectives import ops
-from gradwire.comm.collectives.codec import Codec, Feedback, counted
+from gradwire.comm.collectives.codec import Codec, Feedback, counted, is_exact
 from gradwire.comm.collectives.layout import Kind, Layout, Shard
 from gradwire.comm.collectives.meter import Meter
 from gradwire.comm.collectives.plan import FLOAT32, Plan, Sizes
 from gradwire.comm.collectives.queue import Request, Task
+from gradwire.comm.collectives.state import Phase
 from gradwire.comm.compressors.base import Compressor
 from gradwire.comm.compressors.rounds import Context, ReduceRequest, Rounds, State
 from gradwire.comm.compressors.segments import Segments
@@ -68,7 +69,11 @@ class Algorithm(ABC):
 
     @abstractmethod
     def closed_form(self, layout: Layout, kind: Kind) -> int | None:
-        """Return the payload bytes of one call at the current step over all ranks; None if it depends on the data."""
+        """Return this rank's payload bytes of one call at the present step; None if they depend on the data.
+
+        Over all ranks the sum is exact. Where three or more ranks sum several tensors, a rank's share may be some
+        bytes more or less, as each collective rounds it.
+        """
 
 
 class Exchange(Algorithm):
@@ -107,13 +112,14 @@ class Exchange(Algorithm):
             return full
 
     def closed_form(self, layout: Layout, kind: Kind) -> int | None:
-        """Return the payload bytes over all ranks: an all-to-all's, and an all-gather's for an all-reduce."""
-        world = self.ranks.world
-        scattered = self.codec.plan(layout, "scatter").whole.total
-        gathered = self.codec.plan(layout, "gather").whole.total if kind == "all_reduce" else 0
-        if scattered is None or gathered is None:
+        """Return the bytes of the other ranks' rows, and for an all-reduce of its own row to each of them."""
+        phases: tuple[Phase, ...] = ("scatter", "gather") if kind == "all_reduce" else ("scatter",)
+        tables = [self.codec.plan(layout, phase) for phase in phases]
+        if any(plan.whole.total is None for plan in tables):
             return None
-        return total_bytes("all_to_all", scattered, world) + total_bytes("all_gather", gathered, world)
+        scattered, *means = ([sum(size or 0 for size in row) for row in plan.whole.sizes] for plan in tables)
+        mine = self.ranks.rank
+        return sum(scattered) - scattered[mine] + sum((self.ranks.world - 1) * gathered[mine] for gathered in means)
 
 
 class Gather(Algorithm):
@@ -148,9 +154,9 @@ class Gather(Algorithm):
             return mean.div_(ranks.world)
 
     def closed_form(self, layout: Layout, kind: Kind) -> int | None:
-        """Return the payload bytes over all ranks: an all-gather's of every rank's encodings."""
-        total, world = self.codec.plan(layout, "scatter").undivided.total, self.ranks.world
-        return None if total is None else total_bytes("all_gather", world * total, world)
+        """Return the bytes of this rank's encodings to each of the others."""
+        total = self.codec.plan(layout, "scatter").undivided.total
+        return None if total is None else (self.ranks.world - 1) * total
 
 
 class Run(NamedTuple):
@@ -286,7 +292,7 @@ class Native(Algorithm):
         return out
 
     def closed_form(self, layout: Layout, kind: Kind) -> int | None:
-        """Return the payload bytes over all ranks; a reduce-scatter sends every rank's row, padded to the longest."""
+        """Return this rank's share of the sums; a reduce-scatter sends the others' rows, padded to the longest."""
         world = self.ranks.world
         summed = gathered = 0
         rows: defaultdict[int, list[int]] = defaultdict(lambda: [0] * world)  # by size of an element
@@ -296,11 +302,26 @@ class Native(Algorithm):
             summed, gathered = summed + cost.summed, gathered + cost.gathered
             for shard in shards:
                 rows[cost.rows // parameter.numel][shard.row] += shard.numel
-        by_row = sum(
-            total_bytes(kind, size * (sum(numels) if kind == "all_reduce" else world * max(numels)), world)
-            for size, numels in rows.items()
-        )
-        return by_row + total_bytes("all_reduce", summed, world) + total_bytes("all_gather", world * gathered, world)
+        if kind == "all_reduce":
+            summed += sum(size * sum(numels) for size, numels in rows.items())
+            rows.clear()
+        others = sum(size * max(numels) for size, numels in rows.items()) + gathered
+        return self._all_reduced(summed) + (world - 1) * others
+
+    def _all_reduced(self, nbytes: int) -> int:
+        """Return the bytes that this rank sends in an all-reduce of so many."""
+        world, rank = self.ranks.world, self.ranks.rank
+        return rank_bytes("all_reduce", nbytes, share(nbytes, world, rank), world)
+
+    def _exact(self, layout: Layout, kind: Kind) -> int:
+        """Return the bytes that this rank sends as float32 values, padding apart."""
+        rows = [0] * self.ranks.world
+        for shards in layout.parameters.values():
+            parameter = whole(shards)
+            if is_exact(self.codec.of(parameter, "scatter"), parameter.form):
+                for shard in shards:
+                    rows[shard.row] += FLOAT32_BYTES * shard.numel
+        return self._all_reduced(sum(rows)) if kind == "all_reduce" else sum(rows) - rows[self.ranks.rank]
 
     def _groups(self, layout: Layout) -> list[Group]:
         """Return what rounds take at once: joined or stacked parameters, or one."""
@@ -324,6 +345,7 @@ class Native(Algorithm):
         if not batches:
             return []
         kept = batches[0].segments
+        self.codec.counts["exact"] += kept.derive(("exact", kind), lambda: self._exact(layout, kind))
         with self.ranks.meter.span("encode", "codec", device=flat.device):
             groups = kept.derive("groups", lambda: self._groups(layout))
             reductions = [self._begun(flat, group, kept, i) for i, group in enumerate(groups)]

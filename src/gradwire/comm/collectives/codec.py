@@ -147,6 +147,11 @@ class Held(NamedTuple):
     state: State | None
 
 
+def is_exact(compressor: Compressor, form: tuple[int, ...]) -> bool:
+    """Whether a tensor travels as float32 values."""
+    return compressor is FLOAT32 or not compressor.compresses(form)
+
+
 def counted(compressor: Compressor, form: tuple[int, ...], wire: Tensor | None = None) -> Counter[str]:
     """Count the elements of a tensor: those given, those sent as float32 all the same, and those chosen."""
     counts = Counter[str]()
@@ -173,7 +178,7 @@ class Codec:
     Args:
         schedule: The compressor of each step.
         options: The reducer's.
-        counts: Counters of `comm.collectives.meter.Traffic`.
+        counts: Counters of `comm.collectives.meter.Tally`.
         seed: Of the generators.
         rank: This rank, to which its state belongs.
         draws: The number of this rank in the seeds of its generators.
@@ -268,11 +273,14 @@ class Codec:
         return wire, segments
 
     def _counted(self, batch: Batch, segments: Segments, wire: Tensor, copies: Callable[[int], int]) -> Counter[str]:
-        """Count what a batch encodes, and the bytes of its places; of fixed sizes it is the same in each step."""
+        """Count what a batch encodes, its bytes of places and of float32; of fixed sizes it is equal in each step."""
         counts = Counter[str]()
         for group, segment in zip(batch.shards, segments, strict=True):
             encoding = wire[segment.bytes]
-            counts["index"] += copies(group[0].row) * batch.compressor.index_bytes(encoding, segment.form)
+            receivers = copies(group[0].row)
+            counts["index"] += receivers * batch.compressor.index_bytes(encoding, segment.form)
+            if is_exact(batch.compressor, segment.form):
+                counts["exact"] += receivers * encoding.numel()
             counts.update(counted(batch.compressor, segment.form, encoding))
         return counts
 

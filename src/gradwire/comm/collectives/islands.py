@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gradwire.base.errors import BadInput
 from gradwire.comm.collectives import ops
+from gradwire.comm.collectives.meter import Traffic
 from gradwire.comm.collectives.queue import ReductionQueue
 from gradwire.comm.collectives.reducer import Given, Reducer, takes_options
 from gradwire.comm.topology import check_islands
@@ -115,9 +116,11 @@ class IslandReducer(Reducer):
         return self.parts.get("inside")
 
     @property
-    def traffic(self) -> dict[str, Any]:
-        """Totals of both levels; those inside the island are also under ``inside``, None if the framework sums."""
-        return {"inside": None, **super().traffic}
+    def traffic(self) -> Traffic:
+        """Traffic of both levels; ``details["inside"]`` is that inside the island, None if the framework sums there."""
+        traffic = super().traffic
+        traffic.details.setdefault("inside", None)
+        return traffic
 
 
 # Why: docs/decisions.md, "A round ends with a quorum".

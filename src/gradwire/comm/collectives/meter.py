@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -152,13 +152,32 @@ METER = Meter()  # every data collective of this process
 
 
 COUNTED = (
-    *("raw", "index", "padding", "elements", "exempt_elements", "nonfinite_steps", "extra_collectives", "fallbacks"),
-    *(f"{which}_elements" for which in ("fallback", "encoded", "chosen", "sparse")),
+    *("raw", "exact", "index", "padding", "nonfinite_steps", "extra_collectives", "fallbacks", "elements"),
+    *(f"{which}_elements" for which in ("exempt", "fallback", "encoded", "chosen", "sparse")),
 )
 
 
+class Traffic(dict[str, Any]):
+    """Bytes that one rank has sent for its gradients since the start: a dict of five numbers, and ``details``.
+
+    ``sent``: bytes handed to collectives, scales and indices included. ``raw``: bytes that float32 would have sent.
+    ``ratio``: ``raw / sent``, None if nothing was sent. ``messages``: collectives that carried them. ``exact``: bytes
+    of ``sent`` that are float32 values as they are: of exempt tensors, of steps before compression begins, of tensors
+    that the method would not make shorter, and of means sent back with ``second="float32"``.
+
+    Attributes:
+        details: The other counters, by name: those of `Tally.totals`, and the traffic of parts of the reducer.
+    """
+
+    def __init__(self, totals: Mapping[str, Any], more: Mapping[str, Any]) -> None:
+        numbers = {name: totals[name] for name in ("sent", "raw", "messages", "exact")}
+        sent, raw, messages, exact = numbers.values()
+        super().__init__(sent=sent, raw=raw, ratio=raw / sent if sent else None, messages=messages, exact=exact)
+        self.details = {name: value for name, value in totals.items() if name not in numbers} | {**more}
+
+
 # Why: docs/decisions.md, "Byte counts of the reducer".
-class Traffic:
+class Tally:
     """Counters of a reducer's traffic; its meter counts the bytes and seconds of its collectives.
 
     Args:
@@ -173,7 +192,7 @@ class Traffic:
         self.counts: Counter[str] = Counter(dict.fromkeys(COUNTED, 0))
         self._lock = Lock()  # a reduction in the queue may count while the caller skips one
         self._extra_seconds = 0.0
-        self._expected: int | None = 0  # bytes over all ranks; None once a size depended on the data
+        self._expected: int | None = 0  # this rank's bytes; None once a size depended on the data
 
     def add(self, **counts: int) -> None:
         """Add to counters from any thread."""
@@ -182,7 +201,7 @@ class Traffic:
 
     @contextmanager
     def reduction(self, expected: int | None) -> Iterator[Meter]:
-        """Count one reduction, which sends ``expected`` bytes over all ranks; the value is the meter of its calls."""
+        """Count one reduction, in which this rank sends ``expected`` bytes; the value is the meter of its calls."""
         self._expected = None if expected is None or self._expected is None else self._expected + expected
         meter = Meter(self.meter)
         meter.calls = calls = list[Cost]()
@@ -195,24 +214,26 @@ class Traffic:
     def totals(self) -> dict[str, Any]:
         """Return this rank's totals since the start.
 
-        ``raw`` and ``sent``: payload in bytes, as float32 and as sent; ``index``: its bytes that encode positions;
-        ``closed_form``: the sum of `Reducer.closed_form` over all calls, so over all ranks, None if one of them was;
-        ``agreement``: bytes of the flag and what travelled with it; ``elements`` of all reduced buffers,
-        ``exempt_elements`` of them; ``fallbacks``: encodings as float32, though neither exempt nor dense, because the
-        method would not have made them shorter: ``fallback_elements`` of ``encoded_elements``, all that it was given;
-        ``chosen_elements`` of ``sparse_elements`` that sparsifiers encoded were sent; ``padding``: bytes sent for the
-        sake of equal messages; ``extra_collectives`` and ``extra_seconds``: of each reduction's payload collectives all
-        but the one that sends the most (the first of equals), which represents the framework's own;
-        ``encode_seconds`` and ``decode_seconds``; ``by_op``: the payload's bytes, seconds and calls per collective. On
-        a GPU seconds are counted inside `Meter.measuring` only.
+        Those of `Traffic`, and ``index``: bytes that encode positions; ``closed_form``: the sum of
+        `Reducer.closed_form` over all calls, None if one of them was; ``agreement``: bytes of the flag and what
+        travelled with it; ``elements`` of all reduced buffers, ``exempt_elements`` of them; ``fallbacks``: encodings as
+        float32, though neither exempt nor dense, because the method would not have made them shorter:
+        ``fallback_elements`` of ``encoded_elements``, all that it was given; ``chosen_elements`` of ``sparse_elements``
+        that sparsifiers encoded were sent; ``padding``: bytes sent for the sake of equal messages;
+        ``extra_collectives`` and ``extra_seconds``: of each reduction's payload collectives all but the one that sends
+        the most (the first of equals), which represents the framework's own; ``encode_seconds`` and ``decode_seconds``;
+        ``by_op``: the payload's bytes, seconds and calls per collective. On a GPU seconds are counted inside
+        `Meter.measuring` only.
         """
+        payload = self.meter.by_op("payload")
         return {
             **self.counts,
-            "sent": self.meter.sent("payload"),
+            "sent": sum(cost.bytes for cost in payload.values()),
+            "messages": sum(cost.calls for cost in payload.values()),
             "closed_form": self._expected,
             "agreement": self.meter.sent("agreement"),
             "extra_seconds": self._extra_seconds,
             "encode_seconds": self.meter.totals["encode", "codec"].seconds,
             "decode_seconds": self.meter.totals["decode", "codec"].seconds,
-            "by_op": {op: vars(cost).copy() for op, cost in self.meter.by_op("payload").items()},
+            "by_op": {op: vars(cost).copy() for op, cost in payload.items()},
         }

@@ -26,7 +26,7 @@ from gradwire.comm.collectives.agreement import LEFT_OUT, NONFINITE, UNREDUCED, 
 from gradwire.comm.collectives.algorithms import ALGORITHMS, Algorithm, Ranks
 from gradwire.comm.collectives.codec import Codec
 from gradwire.comm.collectives.layout import Kind, Layout
-from gradwire.comm.collectives.meter import METER, Meter, Traffic
+from gradwire.comm.collectives.meter import METER, Meter, Tally, Traffic
 from gradwire.comm.collectives.queue import Handle, ReductionQueue, Task, build_queue, connect
 from gradwire.comm.collectives.world import check_initialized
 from gradwire.comm.compressors import as_compressor
@@ -123,7 +123,7 @@ class StepEnd(NamedTuple):
             raise RunFault(agreement.described(step), step=step - 1)
         if met < NONFINITE:
             return True
-        reducer._traffic.add(nonfinite_steps=1)
+        reducer._tally.add(nonfinite_steps=1)
         if reducer.nonfinite == "raise":
             raise NonFiniteGradient(
                 f"the gradient of optimizer step {step} holds NaN, infinity or a value too large for "
@@ -179,11 +179,11 @@ class Reducer:
         self.meter = Meter(METER)
         kept_for = {**dict(checked), "compressor": schedule, "seed": seed}
         self._options = {name: repr(value) for name, value in kept_for.items() if name not in (*FREE, "schedule")}
-        self._traffic = Traffic(self.meter)
+        self._tally = Tally(self.meter)
         self.codec = Codec(
             schedule,
             checked,
-            counts=self._traffic.counts,
+            counts=self._tally.counts,
             seed=seed,
             rank=dist.get_rank(),
             draws=self.rank if draws is None else draws,
@@ -444,17 +444,17 @@ class Reducer:
         return StepEnd(self, self.step, agreement)
 
     @property
-    def traffic(self) -> dict[str, Any]:
-        """This rank's totals since the start, of reductions that have finished: those of `Traffic.totals`.
+    def traffic(self) -> Traffic:
+        """This rank's traffic since the start, of reductions that have finished.
 
-        Also ``residuals_dropped``: shards whose residual was lost to a value that was not finite. Those of each part
-        are included, and also by themselves under its name.
+        In ``details`` also ``residuals_dropped``: shards whose residual was lost to a value that was not finite. The
+        counts of each part are included, and its traffic is in ``details`` under its name.
         """
-        totals = {**self._traffic.totals(), "residuals_dropped": self.codec.residuals_dropped}
+        totals = {**self._tally.totals(), "residuals_dropped": self.codec.residuals_dropped}
         parts = {name: part.traffic for name, part in self.parts.items()}
         for part in parts.values():
-            totals = {name: _sum(value, part[name]) for name, value in totals.items()}
-        return totals | parts
+            totals = {name: _sum(value, (part | part.details)[name]) for name, value in totals.items()}
+        return Traffic(totals, parts)
 
     @property
     def residual_norm(self) -> float | None:
@@ -471,7 +471,7 @@ class Reducer:
         return sum(kept) if kept else None
 
     def closed_form(self, layout: Layout, kind: Kind) -> int | None:
-        """Return the payload bytes over all ranks of one call at the present step; None if they depend on the data."""
+        """Return this rank's payload bytes of one call at the present step; as `Algorithm.closed_form`."""
         self.prepare(kind, sum(shard.numel for shard in layout.shards))
         return self._algorithm(self.meter).closed_form(layout, kind)
 
@@ -580,7 +580,7 @@ class Reducer:
         """Reduce a buffer; what the caller may change before the task has ended is passed in."""
         gradient = flat if scale == 1 else flat.to(torch.float32) / scale  # narrow types may not hold it
         self._count(layout, kind)
-        with self._traffic.reduction(self._algorithm(self.meter).closed_form(layout, kind)) as meter:
+        with self._tally.reduction(self._algorithm(self.meter).closed_form(layout, kind)) as meter:
             algorithm = self._algorithm(meter)
             average = algorithm.mean_everywhere if kind == "all_reduce" else algorithm.mean_of_row
             mean = yield from average(gradient, layout)
@@ -596,7 +596,7 @@ class Reducer:
     def _count(self, layout: Layout, kind: Kind) -> None:
         """Count a buffer's elements, and the bytes that this rank would send as float32."""
         plan, in_row = self.codec.plan(layout, "scatter"), sum(shard.numel for shard in layout.rows[self.rank])
-        self._traffic.add(
+        self._tally.add(
             raw=FLOAT32_BYTES * rank_bytes(kind, plan.numel, in_row, self.world),
             elements=plan.numel,
             exempt_elements=plan.exempt,

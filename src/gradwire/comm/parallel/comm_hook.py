@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire.base.errors import BadInput
 from gradwire.base.strict import checked_arguments
 from gradwire.comm.collectives import Reducer
+from gradwire.comm.collectives.meter import Traffic
 from gradwire.comm.collectives.reducer import check_options
 from gradwire.comm.compressors import as_compressor
 from gradwire.comm.compressors.base import Compressor
@@ -69,7 +70,7 @@ class CommHookState(Attached):
         return self.buckets.reducer
 
     @property
-    def traffic(self) -> dict[str, Any]:
+    def traffic(self) -> Traffic:
         """Bytes of this rank since the start; see `Reducer.traffic`."""
         return self.reducer.traffic
 

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from gradwire.base.errors import BadInput
 from gradwire.base.units import amount
 from gradwire.comm.collectives import Reducer, state
+from gradwire.comm.collectives.meter import Traffic
 from gradwire.comm.collectives.ops import Group, new_group
 from gradwire.comm.collectives.reducer import Given, StepEnd, check_options
 from gradwire.comm.parallel.checks import check_agreement, check_gradients, parameters_of
@@ -233,7 +234,7 @@ class Compression:
     def __repr__(self) -> str:
         """The method, ranks, bytes sent, ratio, error feedback and steps."""
         reducer, traffic = self.reducer, self.traffic
-        ratio = f", {traffic['raw'] / traffic['sent']:.1f} times fewer" if traffic["sent"] else ""
+        ratio = f", {traffic['ratio']:.1f} times fewer" if traffic["ratio"] else ""
         feedback = "with" if reducer.codec.options.feedback else "without"
         return (
             f"<{reducer.compressor!r} over {amount(reducer.world, 'rank')} {feedback} error feedback: "
@@ -241,12 +242,11 @@ class Compression:
         )
 
     @property
-    def traffic(self) -> dict[str, Any]:
-        """Bytes of this rank since the start: ``raw`` is what float32 would have sent, ``sent`` what was sent.
-
-        Those of gradients, and under ``parameters`` those of compressed all-gathers.
-        """
-        return {**self.reducer.traffic, "parameters": self.parameters.traffic}
+    def traffic(self) -> Traffic:
+        """This rank's traffic since the start; ``details["parameters"]`` has the bytes of compressed all-gathers."""
+        traffic = self.reducer.traffic
+        traffic.details["parameters"] = self.parameters.traffic
+        return traffic
 
     @property
     def step(self) -> int:

@@ -246,10 +246,10 @@ def test_diloco_is_its_protocol_in_one_process(world, case, strategy, size):
             assert (sent > (found[step - 1][2] if step else 0)) == in_step(step, options["H"])
     assert not torch.equal(results[0][0][0][0]["bias"], results[1][0][0][0]["bias"]) or options["H"] == 1
     sent = sum(traffic["sent"] for _, traffic in results)
-    assert [traffic["closed_form"] for _, traffic in results] == [sent] * size
+    assert [traffic.details["closed_form"] for _, traffic in results] == [traffic["sent"] for _, traffic in results]
     assert sent == bytes_sent or options.get("dense_rounds")
     numel = sum(p.numel() for p in held().parameters() if p.requires_grad)
-    assert {traffic["elements"] for _, traffic in results} == {STEPS * numel}, "raw counts every step"
+    assert {traffic.details["elements"] for _, traffic in results} == {STEPS * numel}, "raw counts every step"
 
 
 STREAMS = [
@@ -272,10 +272,10 @@ def test_streaming_is_its_protocol_in_one_process(world, case, strategy, size):
             assert difference is None, "anchors are equal on all ranks"
         assert_same(found[-1][0], results[0][0][-1][0])
     sent = sum(traffic["sent"] for _, traffic in results)
-    assert [traffic["closed_form"] for _, traffic in results] == [sent] * size
+    assert [traffic.details["closed_form"] for _, traffic in results] == [traffic["sent"] for _, traffic in results]
     assert sent == bytes_sent
     numel = sum(p.numel() for p in held().parameters() if p.requires_grad)
-    assert {traffic["elements"] for _, traffic in results} == {STEPS * numel}, "raw counts every step"
+    assert {traffic.details["elements"] for _, traffic in results} == {STEPS * numel}, "raw counts every step"
 
 
 def lost(optimizer, rank, step):
@@ -300,7 +300,7 @@ def test_streaming_skips_a_step_that_is_not_finite(world, step):
     for found, traffic in world(2).run(trained, "diloco", "ddp", "onebit", cell, options, CLIP, (1, step)):
         assert [taken for *_, taken in found] == [at != step for at in range(STEPS)]
         assert [difference for _, _, _, difference, _ in found] == [None] * STEPS
-        assert traffic["nonfinite_steps"] == 1
+        assert traffic.details["nonfinite_steps"] == 1
         assert all(value.isfinite().all() for value in found[-1][0].values())
 
 
@@ -553,7 +553,7 @@ def test_a_step_that_is_not_finite_is_skipped_on_all_ranks(world, step):
     for found, traffic in results:
         assert [taken for *_, taken in found] == [at != step for at in range(STEPS)]
         assert_same(found[step][0], found[2][0])
-        assert traffic["nonfinite_steps"] == 1
+        assert traffic.details["nonfinite_steps"] == 1
         assert [difference for _, _, _, difference, _ in found] == [None] * STEPS
         assert all(value.isfinite().all() for value in found[-1][0].values())
         assert not torch.equal(found[-1][0]["bias"], found[step][0]["bias"])

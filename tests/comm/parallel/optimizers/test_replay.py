@@ -111,11 +111,11 @@ def test_replay_is_its_protocol_in_one_process(world, case, strategy, size):
             assert (sent > (found[step - 1][2] if step else 0)) == in_step(step, options["H"])
     assert not torch.equal(results[0][0][0][0][ROWS], results[1][0][0][0][ROWS]), "in a round each has its own"
     sent = sum(traffic["sent"] for _, traffic in results)
-    assert [traffic["closed_form"] for _, traffic in results] == [sent] * size
+    assert [traffic.details["closed_form"] for _, traffic in results] == [traffic["sent"] for _, traffic in results]
     assert sent == bytes_sent or options.get("dense_rounds")
-    assert all(0 < traffic["embeddings"]["sent"] < traffic["sent"] for _, traffic in results)
+    assert all(0 < traffic.details["embeddings"]["sent"] < traffic["sent"] for _, traffic in results)
     numel = sum(p.numel() for p in held().parameters() if p.requires_grad)
-    assert {traffic["elements"] for _, traffic in results} == {STEPS * numel}, "raw counts every step"
+    assert {traffic.details["elements"] for _, traffic in results} == {STEPS * numel}, "raw counts every step"
 
 
 def summed_twice(optimizer, rank, step):
@@ -175,7 +175,7 @@ def test_a_step_that_is_not_finite_is_skipped_on_all_ranks(world, step):
     for found, traffic in world(2).run(trained, "diloco", "ddp", "onebit", cell, options, CLIP, (1, step)):
         assert [taken for *_, taken in found] == [at != step for at in range(STEPS)]
         assert_same(found[step][0], found[2][0])
-        assert traffic["nonfinite_steps"] == 1
+        assert traffic.details["nonfinite_steps"] == 1
         assert [difference for _, _, _, difference, _ in found] == [None] * STEPS
         assert not torch.equal(found[-1][0][ROWS], found[step][0][ROWS])
 

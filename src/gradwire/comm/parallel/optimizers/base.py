@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from gradwire.base.errors import BadInput, listed
 from gradwire.base.units import amount
 from gradwire.comm.collectives import IslandReducer, Islands, Reducer, build_islands, ops, state
+from gradwire.comm.collectives.meter import Traffic
 from gradwire.comm.collectives.ops import Shared
 from gradwire.comm.collectives.reducer import check_options
 from gradwire.comm.compressors import as_compressor
@@ -147,7 +148,7 @@ class Communicating(Optimizer):
         """Refer to the memory of this rank's parts of parameters."""
 
     @property
-    def traffic(self) -> dict[str, Any]:
+    def traffic(self) -> Traffic:
         """Bytes that this rank has sent, as `Reducer.traffic`."""
         return self.reducer.traffic
 

@@ -520,7 +520,7 @@ class CompressedParameters(NamedTuple):
 
     @property
     def traffic(self) -> dict[str, int]:
-        """Bytes of this rank since the start: ``raw`` is what float32 would have sent, ``sent`` what was sent."""
+        """Bytes of this rank since the start: ``raw``, as float32, and ``sent``."""
         return {
             "raw": sum(gather.raw for gather in self.gathers),
             "sent": sum(gather.ranks.meter.sent("parameters") for gather in self.gathers),
