@@ -198,8 +198,8 @@ def test_the_bytes_of_float32_values_are_counted(turns, kind, passes, algorithm)
     results = turns(3).run(reduced, BIG, "dim0", kind, "powersgd", {"rank": 1}, options, 2)
     traffic = [result[2] for result in results]
     numel, vectors = sum(math.prod(shape) for _, shape in BIG), sum(shape[0] for _, shape in BIG if len(shape) == 1)
-    pieces = [form for piece in Layout.dim0(BIG, 3).pieces for form in [piece.form] if len(form) > 1]
-    small = [form for form in pieces if sum(form) >= math.prod(form)]
+    shards = [form for shard in Layout.dim0(BIG, 3).shards for form in [shard.form] if len(form) > 1]
+    small = [form for form in shards if sum(form) >= math.prod(form)]
     float32 = numel + vectors + (0 if algorithm == "native" else sum(map(math.prod, small)))
     assert sum(rank["exact"] for rank in traffic) == passes * 2 * 4 * float32
     for rank in traffic:

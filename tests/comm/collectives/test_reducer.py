@@ -582,7 +582,7 @@ def test_a_schedule_is_a_mapping_as_in_a_cell(given, changes, built):
         ({"second": "float16"}, "'second'.*Did you mean 'float32'"),
         ({"nonfinite": "stop"}, "'nonfinite'.*propagate, raise, skip"),
         ({"dense_steps": -1}, "dense_steps is -1"),
-        ({"granularity": "bucket"}, "'granularity'.*shard, row"),
+        ({"granularity": "bucket"}, "'granularity'.*piece, row"),
         ({"residual_dtype": "fp16"}, "'residual_dtype'.*Did you mean 'bf16'"),
         ({"algorithm": "native"}, "native needs a compressor that collectives can sum, and topk"),
         ({"error_feedbak": True}, "unknown option of Reducer 'error_feedbak'.*Did you mean 'error_feedback'"),
