@@ -39,7 +39,7 @@ def rooms_of(package: Path) -> dict[Path, str]:
 
 
 def external(room: str) -> set[str]:
-    """What the files of a room import, at any depth of their functions."""
+    """The modules that the files of a room import, at any depth of their functions."""
     return {name for file, found in rooms_of(PACKAGE).items() if found == room for name in imports(file.read_bytes())}
 
 
@@ -50,7 +50,7 @@ def in_python(script: str, *args: str) -> dict:
 
 
 def modules(package: Path) -> dict[str, set[str]]:
-    """What every module imports of the package; a package counts only where a name that it defines is imported."""
+    """The imports of every module from the package; a package counts only where a name that it defines is imported."""
 
     def imported(file: Path) -> set[str]:
         found = {name: module_file(name, package) is not None for name in imports(file.read_bytes())}
@@ -215,7 +215,7 @@ def test_help_of_every_command_is_light(helped, command):
 
 
 def python_imports(module: str) -> set[str]:
-    """What Python itself loads of gradwire for an import of the module: at most its closure, by another route."""
+    """The modules of gradwire that Python loads for an import of the module: at most its closure, by another route."""
     script = "import importlib, json, sys; importlib.import_module(sys.argv[1]); print(json.dumps(list(sys.modules)))"
     return {name for name in in_python(script, module) if name.split(".")[0] == "gradwire"}
 

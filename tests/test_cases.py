@@ -45,7 +45,7 @@ def cases():
 
 
 def execute(rank, world, group, path, way):
-    """What a program prints on this rank."""
+    """The output of a program on this rank."""
     environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500}
     if accelerate := sys.modules.get("accelerate.state"):

@@ -31,7 +31,7 @@ CONTROLS = {"none", "zero"}  # compressors without a paper
 
 
 class Loaded(HTMLParser):
-    """What a browser loads for a page, and the page's ids."""
+    """The files that a browser loads for a page, and the page's ids."""
 
     def __init__(self, page: Path) -> None:
         super().__init__()

@@ -23,7 +23,7 @@ LINES = 36  # an example is read at one glance
 
 
 def run(script: Path, folder: Path, *arguments: str, world_size: int = 2) -> list[str]:
-    """What each rank of a script printed; it must end by itself, with 0, on all ranks."""
+    """The output of each rank of a script; it must end by itself, with 0, on all ranks."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     context = multiprocessing.get_context("forkserver")

@@ -76,7 +76,7 @@ SCRIPT = f"""if True:
 
 @pytest.fixture(scope="module")
 def core(tmp_path_factory):
-    """What happens without the packages of the extras."""
+    """Behaviour without the packages of the extras."""
     folder = tmp_path_factory.mktemp("core")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])

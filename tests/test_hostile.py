@@ -71,12 +71,12 @@ def positional(command: str, folder: Path) -> list[str]:
 
 
 def left(folder: Path) -> set[str]:
-    """What is in a folder, apart from the failure files of commands, which are meant to be there."""
+    """The contents of a folder, apart from the failure files of commands, which are meant to be there."""
     return {str(path) for path in folder.rglob("*") if path.is_file() and not path.name.endswith(".failed.json")}
 
 
 def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """What a command says, which must be one line under exit code 2."""
+    """The message of a command, which must be one line under exit code 2."""
     assert cli.main(words) == 2
     printed = capsys.readouterr()
     assert printed.out == "" and printed.err.count("\n") == 1 and len(printed.err) < 600, printed

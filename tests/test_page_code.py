@@ -29,7 +29,7 @@ BLOCKS = [
 
 
 def names(code, rank, folder):
-    """What a reader of a block has already: a model, wrapped where the block does not do so, data and an optimizer."""
+    """Objects that a reader of a block has already: a model, wrapped unless the block does so, data, an optimizer."""
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
     given = {

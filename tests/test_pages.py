@@ -224,7 +224,7 @@ def test_toml_is_an_entry_point(block):
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory) -> Callable[[Block], str]:
-    """What a block printed; those that it may build on are run before, each once."""
+    """The output of a block; those that it may build on are run before, each once."""
     folders: dict[str, Path] = {}
     printed: dict[Block, str] = {}
 

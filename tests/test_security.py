@@ -1,4 +1,4 @@
-"""What comes from a configuration or the data: it reaches no shell, no other folder, and no unpickler."""
+"""Text from a configuration or the data reaches no shell, no other folder, and no unpickler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the library reads of torch's private parts, each by itself: a new torch that lacks one is named here."""
+"""The private parts of torch that the library reads, each by itself: a new torch that lacks one is named here."""
 
 from __future__ import annotations
 

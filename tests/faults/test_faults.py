@@ -376,7 +376,7 @@ def snakemake(folder: Path) -> tuple[Words, Path]:
 
 
 def outcome(folder: Path) -> dict[str, object]:
-    """What a run of the experiment found."""
+    """The results of a run of the experiment."""
     record = json.loads((folder / OF_RUN / "record.json").read_text())
     perplexity = json.loads((folder / OF_RUN / "perplexity.json").read_text())
     kept = ("loss_digest", "val_loss", "bytes_compressed_total", "status")

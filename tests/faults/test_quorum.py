@@ -60,7 +60,7 @@ class Run:
         (self.folder / "go").touch()
 
     def refused(self, index):
-        """What a group said that ended with an error, and is then no longer one of the run's."""
+        """The message of a group that ended with an error, and is then no longer one of the run's."""
         _, group, out = self.started[index]
         group.join(900)
         assert group.exitcode == 1
@@ -68,7 +68,7 @@ class Run:
         return out.with_suffix(".log").read_text()
 
     def ended(self):
-        """What each rank wrote, in the order of their starts; None for those of a group that lost one."""
+        """The output of each rank, in the order of their starts; None for those of a group that lost one."""
         started = [*filter(None, self.started)]
         for _, rank, _ in started:
             rank.join(900)

@@ -1,4 +1,4 @@
-"""What a binary float format is, by its definition, in float64."""
+"""A binary float format by its definition, in float64."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from gradwire.comm.compressors.rounds import Context, ReduceRequest, State
 
 
 def reduce(asks: Sequence[ReduceRequest]) -> Tensor:
-    """What every rank receives for the ranks' asks, summed in rank order."""
+    """The answers that every rank receives to the ranks' asks, summed in rank order."""
     stacked = torch.stack([ask.tensor for ask in asks])
     if asks[0].op == "gather":
         return stacked

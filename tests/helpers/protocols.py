@@ -132,7 +132,7 @@ class Protocol:
         return means[0].reshape(-1)
 
     def code(self, rank, phase, name, part, values, receivers):
-        """What the receivers decode of ``values``; sizes that nobody can know travel as 8 bytes."""
+        """The numbers that the receivers decode of ``values``; sizes that nobody can know travel as 8 bytes."""
         key = (rank, phase, name, part.at)
         values = self.compensated(key, values)
         wire = self.compressor.encode(values.view(part.form), generator=self.generator(rank, phase, name))
@@ -148,7 +148,7 @@ class Protocol:
         return self.decay * self.residuals.get(key, 0.0) + values if self.feedback else values
 
     def keep(self, key, values, sent):
-        """What was not sent is the next step's."""
+        """The part that was not sent is the next step's."""
         if self.feedback:
             kept = values - sent
             if self.average:
@@ -156,7 +156,7 @@ class Protocol:
             self.residuals[key] = kept if self.store is None else self.stored(kept)
 
     def stored(self, kept):
-        """What is left of it in fewer bits."""
+        """Its value in fewer bits."""
         return self.store.decode(self.store.encode(kept), kept.numel())
 
     def generator(self, rank, phase, name):

@@ -1,4 +1,4 @@
-"""What every compressor is tested with: builds, shapes, inputs; and exact tests of what random codes draw."""
+"""Samples for the tests of every compressor: builds, shapes, inputs; and exact tests of what random codes draw."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def normal(shape: Shape, seed: int = 1) -> torch.Tensor:
 
 
 def draws(compressor: Compressor, x: torch.Tensor, count: int, seed: int = 9) -> torch.Tensor:
-    """What ``count`` encodings of ``x`` from one generator decode to: float64 [count, *x.shape].
+    """The values of ``count`` encodings of ``x`` from one generator: float64 [count, *x.shape].
 
     Where blocks do not depend on each other, one encoding holds many copies, each filled up with zeros to whole blocks.
     """

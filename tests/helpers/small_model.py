@@ -45,7 +45,7 @@ def make(root: Path) -> Small:
 
 
 def origin(samples: int, **given: Any) -> Provenance:
-    """What rows are made from, but for where things are: ``sgd`` rows of one rank, in one file."""
+    """The origin of rows, without paths: ``sgd`` rows of one rank, in one file."""
     nowhere = dict.fromkeys(("source", "model_dir", "model_digest", "data_path", "data_digest"), "")
     usual = {
         "format": FORMAT,

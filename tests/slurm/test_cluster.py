@@ -1,4 +1,4 @@
-"""What a killed cluster left is removed; a running one is left alone. It needs no Slurm."""
+"""The rest of a killed cluster is removed; a running one is left alone. It needs no Slurm."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ TWO_NODES, KILLED = "ddp/int8/ws2/none/seed0", "fsdp2/int8/ws2/none/seed0"
 
 
 class Job(NamedTuple):
-    """What Slurm says of a job when it is over."""
+    """Slurm's words about a job when it is over."""
 
     id: int
     rule: str
@@ -169,7 +169,7 @@ def words(process: Path) -> list[str]:
 
 
 def wait_for(look: Callable[[], int | None], running: subprocess.Popen[str]) -> int:
-    """What `look` finds in the end; an error if Snakemake ends before."""
+    """The result of `look` in the end; an error if Snakemake ends before."""
     while (found := look()) is None:
         assert running.poll() is None, f"Snakemake ended with {running.returncode} too early"
         time.sleep(0.1)
@@ -177,7 +177,7 @@ def wait_for(look: Callable[[], int | None], running: subprocess.Popen[str]) -> 
 
 
 def show_logs(*folders: Path) -> None:
-    """What Slurm, Snakemake and the rules wrote."""
+    """The logs of Slurm, Snakemake and the rules."""
     for folder in folders:
         for log in sorted(folder.rglob("*.log")):
             print(f"--- {log}\n{log.read_text()[-3000:]}")

@@ -176,7 +176,7 @@ def test_padding_and_batch_mates_change_no_bit_and_the_mode_is_kept():
 
 
 def rounding(numel):
-    """What another order of adding ``numel`` products in float32 changes of a projected row, relative to its gradient.
+    """The change of a projected row by another order of adding ``numel`` products in float32, relative to its gradient.
 
     A sum of n products x_i errs by some u * sum |x_i| at each level of a blocked sum (Higham 2002, section 4.2), and
     sum |x_i| <= sqrt(n) |x|. Processors differ in how they block.

@@ -1,4 +1,4 @@
-"""What is to be predicted: tokens against bytes, losses and gradients against autograd.
+"""Targets: tokens against bytes, losses and gradients against autograd.
 
 Of `data/chats.py`, `document.py`.
 """

@@ -118,7 +118,7 @@ def test_norms_of_every_kind_of_model(world):
 
 
 def summed(rank, world, group):
-    """What a fork of Opacus does under FSDP: it all-reduces squares of norms that are complete already."""
+    """A fork of Opacus under FSDP: it all-reduces squares of norms that are complete already."""
     found = norms.norms(wrap(built("tied"), "fsdp2", device="cpu"), batch_of(range(SAMPLES)))
     return ops.all_reduce(found.square.clone()).tolist()
 

@@ -30,7 +30,7 @@ def shaped(test):
 
 
 def transfer(output: Path, *flags: str, launcher: str = "torchrun", before: tuple[str, ...] = ()) -> dict[int, dict]:
-    """What both ranks found when they averaged a megabyte."""
+    """The measurements of both ranks when they averaged a megabyte."""
     output.mkdir(exist_ok=True)
     words = command(output, {"0": "transfer", "1": "transfer"}, *flags, launcher=launcher)
     done = subprocess.run([*before, *words], env=CLEAN, capture_output=True, text=True, timeout=120)

@@ -93,7 +93,7 @@ def test_runs_of_their_own_have_the_times_that_they_took():
 
 
 def close(points):
-    """What a curve's points must be, to rounding."""
+    """The points that a curve must have, to rounding."""
     return [pytest.approx(point) for point in points]
 
 

@@ -77,7 +77,7 @@ def contents(path):
 
 
 def arrived(rank, world_size, group, arguments):
-    """What a rank has after it has loaded a checkpoint, whose model the ranks save; and what it printed."""
+    """The state of a rank that has loaded a checkpoint, whose model the ranks save; and its output."""
     args = parsed(arguments)
     settings = run_settings.settings_of(args)
     world = World(rank, rank, world_size, "gloo", torch.device("cpu"))

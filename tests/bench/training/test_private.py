@@ -290,7 +290,7 @@ class ZeroedOut(Shards):
 
 
 def messages(rank, world, flags, split, cell, steps) -> list[torch.Tensor]:
-    """What this rank hands to its reducer in each step, in units of C, with weights that stay as they are."""
+    """The sums that this rank hands to its reducer in each step, in units of C, with weights that stay as they are."""
     settings = run_settings.settings_of(parsed(flags))
     training, place = settings.training, World(rank, rank, world, "gloo", torch.device("cpu"))
     model = causal.build("micro", split.meta["vocab_size"], split.meta["max_length"], seed=0)
@@ -352,7 +352,7 @@ def layouts(*values):
 def test_a_sample_changes_the_messages_of_one_rank_by_c(
     world, shards, size, strategy, cell, sampling, micro, indices=(3, 8)
 ):
-    """What ε rests on with a lossy compressor. C is below every norm, so that a message changes by all of C."""
+    """The premise of ε with a lossy compressor. C is below every norm, so that a message changes by all of C."""
     per_epoch = len(Shards(shards, "train")) // size // SMALL["batch_size"]
     micro = math.gcd(micro, per_epoch) if sampling == "shuffled" else micro
     steps = per_epoch // micro if sampling == "shuffled" else 2
@@ -399,7 +399,7 @@ def test_each_message_carries_its_share_of_the_noise(world, shards):
 
 
 def only_noise(rank, world, group, flags, shards) -> torch.Tensor:
-    """What this rank hands to its reducer in a step for which no sample is drawn, in units of C, without padding."""
+    """The sums that this rank hands to its reducer in a step without samples, in units of C, without padding."""
     with mock.patch.object(batches, "drawn", lambda *args: np.arange(0)):
         noise = messages(rank, world, flags, Shards(shards, "train"), CELLS["int8"], 1)[0]
     return noise[noise != 0]
@@ -517,7 +517,7 @@ def test_bad_input_is_one_message(flags, message, shards, tmp_path, capsys):
 @pytest.mark.parametrize("strategy", ["ddp", "hsdp"])
 @pytest.mark.parametrize("name", [*LOCAL, "demo"])
 def test_local_updates_are_refused(name, strategy):
-    """What they send is no clipped gradient of a sample, so that no guarantee would hold."""
+    """They send no clipped gradient of a sample, so that no guarantee would hold."""
     cell = Cell.parse("x", {"comm_optimizer": name, **({} if name in ("sparseloco", "demo") else {"method": "onebit"})})
     check_private(Training(), cell, strategy)
     with pytest.raises(

@@ -56,7 +56,7 @@ KINDS = ["reduce_scatter", "all_reduce"]
 
 @pytest.mark.parametrize(("case", "size", "cut", "kind"), diagonals(TELESCOPING, [2, 3, 4], CUTS, KINDS), ids=str)
 def test_error_feedback_telescopes(turns, case, size, cut, kind):
-    """What was delivered is what was exact, less the mean of the workers' residuals and less the owners' own."""
+    """The delivered mean is the exact one, less the mean of the workers' residuals and less the owners' own."""
     name, reducer_options = case
     layout, steps = CUTS[cut](BIG, size), 5
     options = {"error_feedback": True, **reducer_options}

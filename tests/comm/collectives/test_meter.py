@@ -1,4 +1,4 @@
-"""What the meter counts, on the CPU and on a GPU: there with a stand-in for the events, and with real ones."""
+"""Counts of the meter, on the CPU and on a GPU: there with a stand-in for the events, and with real ones."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ def test_reducers_of_a_group_go_on_in_one_order(world):
 
 
 def unwaited(rank, world, group):
-    """What `finish` says of a reduction that nobody waited for, with a value on rank 0 that is not finite."""
+    """The message of `finish` about a reduction that nobody waited for, with a value on rank 0 that is not finite."""
     layout, flat = Layout.dim0(SHAPES, world), buffer(Layout.dim0(SHAPES, world), rank)
     flat[-1] = flat[0] = float("nan") if rank == 0 else 1.0
     reducer = Reducer(build("int8"), group, algorithm="exchange", nonfinite="skip", dense_steps=1)

@@ -83,7 +83,7 @@ def compressor_of(name, options):
 
 
 def both_kinds(rank, world, group, cut, name, options, reducer_options):
-    """What a reduce-scatter and an all-reduce of equal gradients give, with equal generators, and what they cost."""
+    """Results and costs of a reduce-scatter and an all-reduce of equal gradients, with equal generators."""
     layout = CUTS[cut](SHAPES, world)
     reducer_options = {"algorithm": "exchange", **reducer_options}
     results = {}
@@ -123,7 +123,7 @@ def test_mean_bytes_and_padding(turns, size, cut):
 
 
 def check_fallbacks(result, layout, rank, name):
-    """What is counted as sent in float32 is what an encoding of that shape shows to be so; each rank encodes all rows.
+    """A shape counts as sent in float32 if an encoding of that shape is; each rank encodes all rows.
 
     An all-reduce encodes the own row once more.
     """
@@ -148,7 +148,7 @@ def encoded(name, values, form):
 
 
 def small(rank, world, group, kind, options):
-    """What PowerSGD sent as float32 in native sums of one step, the second of two."""
+    """The elements that PowerSGD sent as float32 in native sums of one step, the second of two."""
     layout = Layout.dim0(SHAPES, world)
     reducer = Reducer(build("powersgd", rank=1), group, algorithm="native", **options)
     counts = []
@@ -184,7 +184,7 @@ def check_bytes(results, layout, size):
 
 @pytest.mark.parametrize(("algorithm", "passes"), [("exchange", (1, 2)), ("gather", (3, 3))])
 def test_the_bytes_of_places_are_those_that_travel(turns, algorithm, passes):
-    """What is sent of top-k is places and float32 values; a rank sends nothing to itself."""
+    """Top-k sends places and float32 values; a rank sends nothing to itself."""
     kept = sum(build("topk", density=0.3).kept(shard.numel) for shard in Layout.dim0(SHAPES, 3).shards)
     results = turns(3).run(both_kinds, "dim0", "topk", {"density": 0.3}, {"algorithm": algorithm})
     for kind, times in zip(("reduce_scatter", "all_reduce"), passes, strict=True):
@@ -436,7 +436,7 @@ def test_a_prepared_reducer_runs_the_algorithm_of_the_state_that_it_loads(turns)
 
 
 def other_options(rank, world, group):
-    """What a reducer says to the states of reducers with one other option, and what it is afterwards."""
+    """The answer of a reducer to the states of reducers with one other option, and its state afterwards."""
     layout, options = Layout.dim0(SHAPES, world), {"error_feedback": True, "algorithm": "exchange"}
     reducer = Reducer(build("int8"), group, **options)
     kept = copy.deepcopy(reducer.state_dict())

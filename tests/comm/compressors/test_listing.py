@@ -1,4 +1,4 @@
-"""What `gradwire compressors` says of every method."""
+"""The lines of `gradwire compressors` about every method."""
 
 from __future__ import annotations
 

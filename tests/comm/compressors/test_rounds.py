@@ -115,7 +115,7 @@ class Operations(TorchDispatchMode):
 
 
 def answered(ask: ReduceRequest, world: int) -> torch.Tensor:
-    """What `ask` receives where all ranks hand over the same."""
+    """The answer that `ask` receives where all ranks hand over the same."""
     if ask.op == "gather":
         return torch.stack([ask.tensor] * world)
     return ask.tensor * world if ask.op == "sum" else ask.tensor

@@ -116,7 +116,7 @@ def test_the_composition_is_unbiased_with_its_exact_variance(name, options, nois
 
 @pytest.mark.parametrize("density", [0.01, 0.1, 0.5])
 def test_top_k_in_8_bits_contracts(density):
-    """What is left out and what rounding loses lie at different places, so their energies add."""
+    """Elements that are left out and rounding errors are at different places, so their energies add."""
     n, x = 3000, normal(3000, seed=8)
     chain = build("topk+int8", density=density)
     k = chain.sparsifier.kept(n)

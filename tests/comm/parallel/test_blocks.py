@@ -92,7 +92,7 @@ def test_a_large_model_without_blocks_is_one_unit_with_a_warning(world, strategy
 
 
 def refused(rank, world, group):
-    """What each way says of a model on the meta device."""
+    """The message of each way about a model on the meta device."""
     with torch.device("meta"):
         model, buffered = Net("list"), nn.Module()
     buffered.weight = nn.Parameter(torch.ones(3))

@@ -118,7 +118,7 @@ def test_every_rank_launches_in_the_same_order(world):
 
 
 def overlapped(rank, world, group):
-    """What travels while each gradient is computed, last layer first."""
+    """The buckets that travel while each gradient is computed, last layer first."""
     layers = nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(3)])
     model = wrap(layers, "bucket", device="cpu", **ONE_EACH)
     way = strategy_of(model)

@@ -64,7 +64,7 @@ def test_what_is_compiled_trains_as_the_model_itself_does(world, strategy, compi
 
 
 class Block(nn.Module):
-    """What FSDP shards as one; its hooks stay outside of the compiled code."""
+    """A module that FSDP shards as one; its hooks stay outside of the compiled code."""
 
     def __init__(self, enter, leave):
         super().__init__()

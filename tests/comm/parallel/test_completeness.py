@@ -221,7 +221,7 @@ def test_a_changed_model_is_averaged_or_refused(world, strategy, change):
 
 
 def added(rank, world, group, strategy, way):
-    """What a step ends with that adds to gradients after they were reduced."""
+    """The end of a step that adds to gradients after they were reduced."""
     reducer = Reducer("none", algorithm="exchange")
     model = users_own(strategy, reducer, False)
     synchronized = way == "thrown away"
@@ -258,7 +258,7 @@ def test_what_was_thrown_away_is_not_refused(world, strategy):
 
 
 def frozen_while_accumulating(rank, world, group, strategy):
-    """What a step ends with after whose first micro-batch a layer is frozen: its gradient is this rank's."""
+    """The end of a step after whose first micro-batch a layer is frozen: its gradient is this rank's."""
     reducer = Reducer("none", algorithm="exchange")
     model = users_own(strategy, reducer, False)
     with accumulation(model, last=False):
@@ -333,7 +333,7 @@ def test_what_the_models_owner_does_is_no_fault(world, way):
 
 
 def frozen_late(rank, world, group, strategy, way):
-    """What is raised for a layer that is frozen where a forward pass of the model does not see it; the step after."""
+    """The error for a layer that is frozen where a forward pass of the model does not see it; the step after."""
     reducer = Reducer("none", algorithm="exchange")
     model = users_own(strategy, reducer, False)
     if way == "after the forward pass":

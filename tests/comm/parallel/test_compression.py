@@ -350,7 +350,7 @@ def test_what_is_refused_at_the_call(world, case, message):
 
 
 def unsafe(rank, world, group, case):
-    """What a step raises that would use gradients that are not the mean, or not finite."""
+    """The error of a step that would use gradients that are not the mean, or not finite."""
     model = framed(net(), "ddp")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     gradwire.compress_gradients(model, "int8", optimizer=optimizer, nonfinite="raise")
@@ -424,7 +424,7 @@ class Communicates(torch.optim.Optimizer):
 
 
 def unreduced_on_one_rank(rank, world, group, make):
-    """What a step raises after a layer was unfrozen on rank 1 alone, and which parameters have moved."""
+    """The error of a step after a layer was unfrozen on rank 1 alone, and which parameters have moved."""
     net_of_rank = net()
     net_of_rank[0].requires_grad_(False)
     model = framed(net_of_rank, "ddp")

@@ -72,7 +72,7 @@ def trained(model, hooked, run, steps=3, group=None):
 
 
 def passes(model, rank):
-    """What takes a step: one backward pass."""
+    """A step: one backward pass."""
     return lambda step: model(noise(10 * step + rank, 5, 9)).square().sum().backward()
 
 
@@ -219,7 +219,7 @@ def test_a_pipeline_that_infers_shapes_reduces_nothing_for_it(world):
 
 
 def part_given(rank, world, group):
-    """What the first step says of a model of which a block was given, and a step of one that was given whole."""
+    """The message of the first step about a model of which a block was given, and a step of a whole one."""
     answers = []
     for given in (lambda model: model[0], lambda model: model):
         model = sharded(blocks(), data_mesh(world))
@@ -482,7 +482,7 @@ def test_a_model_that_a_reducer_cannot_serve_is_refused(world, case, message):
 
 
 def on_a_mesh(rank, world, group):
-    """What `hook` and `wrap` say to models that are spread over 2 x 2 ranks, or over others than the reducer's."""
+    """The answers of `hook` and `wrap` to models that are spread over 2 x 2 ranks, or not over the reducer's."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
     line = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
     inside = mesh["shards"].get_group()
@@ -649,7 +649,7 @@ def test_a_compiled_model(world, strategy):
 
 
 def uneven(rank, world, group):
-    """What each rank gets where rank 1 does not call `finish`."""
+    """The gradients of each rank where rank 1 does not call `finish`."""
     reducer = Reducer("int8", dist.new_group(timeout=timedelta(seconds=2)))
     model = wrap(blocks(), "naive", reducer)
     model(noise(rank, 5, 9)).square().sum().backward()

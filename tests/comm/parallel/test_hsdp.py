@@ -182,7 +182,7 @@ def compare(world, number, ranks, cases, fault=None):
 
 
 def check_bytes(model, traffics, inside):
-    """What ranks counted is what the simulation sent, on each level, and the closed form."""
+    """The ranks' counts are those of the simulation, on each level, and the closed form."""
     within = [traffic.details["inside"] for traffic in traffics if inside is not None]
     of_islands = sum(protocol.sent for protocol in model.inside) if inside is not None else 0
     total = of_islands + sum(protocol.sent for protocol in model.between)
@@ -275,7 +275,7 @@ COMPRESSED = {  # a method, the reducer's options, and the optimizer's
 
 
 def reductions(rank, world, group, name):
-    """What each reduction between two islands was given and what it delivered, by parameter; weights at the end."""
+    """The input and the result of each reduction between two islands, by parameter; weights at the end."""
     method, own, reduction, options = COMPRESSED[name]
     reduction = {"error_feedback": True, "algorithm": "exchange", "seed": SEED, **reduction}
     reducer = IslandReducer(build(method, **own), build_islands(2), **reduction)

@@ -143,7 +143,7 @@ def test_peers_of_tensor_parallelism_round_alike_in_local_updates(world):
 
 
 def overflowed(rank, world, group):
-    """What a step raises on each rank if the gradients of experts that two ranks average are not finite."""
+    """The error of a step on each rank if the gradients of experts that two ranks average are not finite."""
     model, sample = experts(world)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     gradwire.compress_gradients(model, "int8", optimizer=optimizer, nonfinite="raise")

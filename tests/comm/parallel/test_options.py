@@ -133,7 +133,7 @@ def test_fsdp2_reduces_zeros_for_an_unused_layer(world, size, strategy, apart, p
 
 
 def without_zeros(rank, world, group, strategy):
-    """What is said of an unused layer by a version of torch that cannot reduce zeros."""
+    """The message about an unused layer by a version of torch that cannot reduce zeros."""
     with pytest.MonkeyPatch.context() as patch:
         patch.delattr(FSDPModule, "set_reduce_scatter_unused_params")
         islands = build_islands(2) if strategy == "hsdp" else None

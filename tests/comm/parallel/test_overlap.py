@@ -236,7 +236,7 @@ class Fails(RuntimeError):
 
 
 def failing(rank, world, group, strategy, static):
-    """What ``backward`` raises when an encoding fails in the queue on every rank, after the first reduction."""
+    """The error of ``backward`` when an encoding fails in the queue on every rank, after the first reduction."""
     reducer = Reducer(build("int8", **STOCHASTIC), group)
     model = wrap(model_of("odd"), strategy, reducer, device="cpu")
     if static:

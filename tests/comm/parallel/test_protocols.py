@@ -69,7 +69,7 @@ class Way(NamedTuple):
         return ALGORITHMS if self.kind == "all_reduce" else ("exchange", "native")
 
     def family(self, algorithm):
-        """What the result depends on, with the case and the number of ranks."""
+        """Settings that the result depends on, with the case and the number of ranks."""
         return (None, None) if algorithm == "native" else (self.kind, self.units if self.strategy == "fsdp1" else None)
 
     def cut(self, world):
@@ -138,7 +138,7 @@ def cases_of(way, algorithms=ALGORITHMS):
 
 
 def selection(size):
-    """What a number of ranks runs, as ``{way: [names]}``: the ways that can run a case take turns."""
+    """The tests of a number of ranks, as ``{way: [names]}``: the ways that can run a case take turns."""
     chosen = {way: [] for way in WAYS}
     for number, algorithm in enumerate(ALGORITHMS):
         able = [way for way in WAYS if algorithm in WAYS[way].algorithms]
@@ -253,7 +253,7 @@ def assert_alike(case, size, found, mean, largest, where):
 
 
 def check_bytes(case, strategy, traffics, sent, expected):
-    """What the ranks counted is what the simulation did, and both are the closed form."""
+    """The ranks' counts are the simulation's, and both are the closed form."""
     total, raw = (sum(traffic[key] for traffic in traffics) for key in ("sent", "raw"))
     forms = [traffic.details["closed_form"] for traffic in traffics]
     assert None in forms or sum(forms) == total, case

@@ -144,7 +144,7 @@ def test_residuals_go_on_without_activation_checkpointing(world, strategy):
 
 
 def renamed(rank, world, group, compressor):
-    """What is said of residuals and states of a model with other names, and of other shapes."""
+    """The message about residuals and states of a model with other names, and of other shapes."""
     compressor = {"method": compressor, "rank": 1} if compressor == "powersgd" else compressor
     options = {"exempt": Exempt(max_ndim=1)}
     model, reducer, optimizer = hooked(compressor=compressor, **options)

@@ -25,7 +25,7 @@ def outcome(check, *args):
 
 
 def trained(rank, world, group, strategy, fault, every):
-    """What the check says after each of four steps; ``fault`` happens on the last rank in the second."""
+    """The result of the check after each of four steps; ``fault`` happens on the last rank in the second."""
     model = model_of("odd")
     model.register_buffer("seen", torch.zeros(2, dtype=torch.int64))
     model.narrow.weight.data = model.narrow.weight.data.double().float()

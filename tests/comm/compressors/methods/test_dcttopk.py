@@ -22,7 +22,7 @@ def tiles_of(shape, tile):
 
 
 def demo(x, k, tile):
-    """What a rank's largest coefficients are worth, tile by tile: scipy's transforms, and a sort."""
+    """The values of a rank's largest coefficients, tile by tile: scipy's transforms, and a sort."""
     flat = x.reshape(1, -1) if x.ndim == 1 else x
     height, width = tiles_of(x.shape, tile)
     count = max(1, round(k / tile**2 * height * width))

@@ -24,7 +24,7 @@ def of_rank(rank: int, n: int, m: int, seed: int = 0) -> torch.Tensor:
 
 
 def best_error(matrix: torch.Tensor, rank: int) -> float:
-    """What the best approximation of that rank leaves, by the singular values."""
+    """The error of the best approximation of that rank, by the singular values."""
     return torch.linalg.svdvals(matrix.double())[rank:].norm().item()
 
 

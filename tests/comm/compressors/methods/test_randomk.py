@@ -32,7 +32,7 @@ def assert_uniform(counts: Counter, outcomes: list) -> None:
 
 
 def first(n: int, k: int, count: int) -> list[tuple[int, ...]]:
-    """What ``count`` consecutive seeds draw; neighbouring seeds must be as good as any."""
+    """The draws of ``count`` consecutive seeds; neighbouring seeds must be as good as any."""
     return [tuple(kernel.permuted(seed, n, k).tolist()) for seed in range(count)]
 
 

@@ -145,7 +145,7 @@ def step(compressor, xs, at=0, name="w"):
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_rounds_return_the_exact_values_of_what_is_large_in_the_sum(world):
-    """What no rank can see alone is found: the noise of one rank is the other's with the opposite sign."""
+    """A value that no rank can see alone is found: the noise of one rank is the other's with the opposite sign."""
     n, k = 5000, 20
     places = torch.randperm(n, generator=generator(1))[:k]
     xs = [0.01 * normal(n, rank) for rank in range(world)]

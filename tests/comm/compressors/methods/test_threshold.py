@@ -16,7 +16,7 @@ from gradwire.comm.compressors import build
 
 
 def sent(x: torch.Tensor, **options) -> torch.Tensor:
-    """What arrives, in both forms."""
+    """The values that arrive, in both forms."""
     compressor, shape = build("threshold", **options), tuple(x.shape)
     arrived = compressor.decode(compressor.encode(x), shape)
     assert torch.equal(compressor.from_wire(compressor.to_wire(x, None), shape), arrived)

@@ -25,7 +25,7 @@ def oracle(x: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def sent(x: torch.Tensor, **options) -> torch.Tensor:
-    """What arrives, in both forms."""
+    """The values that arrive, in both forms."""
     compressor, shape = build("topk", **options), tuple(x.shape)
     arrived = compressor.decode(compressor.encode(x), shape)
     assert torch.equal(compressor.from_wire(compressor.to_wire(x, None), shape).view(shape), arrived)

@@ -153,7 +153,7 @@ class Simulated:
             self.rounds += 1
 
     def means(self, names):
-        """What some parameters' pseudo-gradients are on average, as all ranks decode it."""
+        """The mean of some parameters' pseudo-gradients, as all ranks decode it."""
         ranks = range(self.world)
         deltas = [{n: p.detach() for n, p in self.parameters(rank).items() if n in names} for rank in ranks]
         deltas = [{n: self.anchors[n] - p for n, p in mine.items()} for mine in deltas]
@@ -533,7 +533,7 @@ def rounds_kept(rank, world, group, method, cell, H):
 
 @pytest.mark.parametrize(("size", "algorithm"), diagonals([2, 3], ["gather", "exchange"]))
 def test_what_rounds_deliver_telescopes(world, size, algorithm):
-    """What was delivered is what was to be delivered, but for the residuals that are left."""
+    """The delivered means are the expected ones, but for the residuals that are left."""
     results = world(size).run(rounds_kept, "onebit", {**ONEBIT, "algorithm": algorithm}, 2)
     rounds = [len(kept) for kept, _ in results]
     assert rounds == [4] * size

@@ -24,7 +24,7 @@ def message_of(call, *given, **options):
 
 
 def misused(rank, world, group):
-    """What every optimizer says: of a model that averages, of wrong groups, and of its groups misused."""
+    """The messages of every optimizer: of a model that averages, of wrong groups, and of its groups misused."""
     said = {}
     for case, (name, method, cell, options) in OPTIMIZERS.items():
         made = {key: value for key, value in cell.items() if key != "method"}

@@ -108,13 +108,13 @@ def test_a_run_that_goes_on_from_an_optimizers_state_equals_an_unbroken_one(worl
 
 
 def part_of(state):
-    """What a state holds of one rank."""
+    """The part of a state that is one rank's."""
     [part] = (value[0] for name, value in state.items() if name.startswith("rank"))
     return part
 
 
 def given(rank, world, group, folder):
-    """What reducer and optimizer say to states that are not theirs, and whether they stayed as they were."""
+    """The answers of reducer and optimizer to states that are not theirs, and whether they stayed as they were."""
     model, reducer, optimizer = hooked()
     descend(model, reducer, optimizer, rank, range(1))
     _, wrapped, diloco = fresh(group, "diloco")
@@ -229,7 +229,7 @@ def rounds_saved(rank, world, group, folder):
 
 
 def rounds_moved(rank, world, group, folder):
-    """What is left of a checkpoint of three ranks, and whether a round begins at its parameters, and goes on."""
+    """The rest of a checkpoint of three ranks, and whether a round begins at its parameters, and goes on."""
     reducer, model, optimizer = fresh(group, "diloco")
     with pytest.warns(UserWarning, match="the optimizer's state is of 3 ranks and this run has 2: a round begins"):
         dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
@@ -249,7 +249,7 @@ def test_a_checkpoint_of_other_ranks_begins_a_round_at_its_parameters(world, tmp
 
 
 def without_rounds(rank, world, group):
-    """What local updates say after torch's part of their state alone, and after `restart`."""
+    """The messages of local updates after torch's part of their state alone, and after `restart`."""
     _, model, optimizer = fresh(group, "diloco")
     train(model, optimizer, rank, range(2))
     optimizer.load_state_dict({key: optimizer.state_dict()[key] for key in ("state", "param_groups")})

@@ -114,7 +114,7 @@ def trained(rank, world, group, name, strategy, method, cell, steps, options=Non
 
 
 class Plan(NamedTuple):
-    """What each step of a simulation does; the others synchronise momenta."""
+    """The parts of each step of a simulation; the others synchronise momenta."""
 
     dense: tuple[int, ...] = tuple(range(WARM))  # steps that are AdamW's own
     skipped: tuple[int, ...] = ()  # steps whose gradient is not finite
@@ -135,7 +135,7 @@ def simulated(world, steps, method, options, more, plan=ONEBIT_PLAN, frozen_from
     taken, updates, residuals, after = 0, 0, {}, []
 
     def sent(values, shard, key):
-        """What the others decode of a shard."""
+        """The values that the others decode of a shard."""
         codec = build("none") if exempt.covers(shard.name, shard.shape) else compressor
         given = values.float() + (residuals.get(key, 0) if more.get("error_feedback", True) else 0)
         decoded = codec.decode(codec.encode(given.reshape(shard.form)), shard.form).view(-1)

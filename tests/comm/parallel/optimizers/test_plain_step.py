@@ -278,7 +278,7 @@ def test_what_cannot_train_apart_is_refused_at_the_call(world):
 
 
 def allocated(rank, world, group):
-    """What torch's distributed checkpoints read of an optimizer that took no step, and the steps that it counts."""
+    """The entries that torch's distributed checkpoints read of an optimizer without a step, and its count of steps."""
     model = held()
     inner = torch.optim.AdamW(groups_of(model))
     optimizer = gw.DiLoCo(inner, model, sync_every=1, compressor="onebit")

@@ -138,7 +138,7 @@ def present_rates(optimizer, rank, step):
 
 
 def forgotten(optimizer, rank, step):
-    """What the encoding of embeddings lost is lost."""
+    """The error of encoding embeddings is lost."""
     for feedback in optimizer.part.codec.feedbacks.values():
         feedback.drop()
 
