@@ -237,7 +237,7 @@ class Compression:
         ratio = f", {traffic['ratio']:.1f} times fewer" if traffic["ratio"] else ""
         feedback = "with" if reducer.codec.options.feedback else "without"
         return (
-            f"<{reducer.compressor!r} over {amount(reducer.world, 'rank')} {feedback} error feedback: "
+            f"<{reducer.compressor.name} over {amount(reducer.world, 'rank')} {feedback} error feedback: "
             f"{traffic['sent']:,} of {traffic['raw']:,} bytes sent{ratio}, in {amount(self.step, 'step')}>"
         )
 
