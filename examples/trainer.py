@@ -27,10 +27,8 @@ def main() -> None:
             ddp_find_unused_parameters=False, dataloader_pin_memory=False, logging_steps=4, report_to=[],
             save_strategy="no", disable_tqdm=True,
         )  # fmt: skip
-        trainer = Trainer(model, arguments, train_dataset=cast(Dataset, samples))
-        compressed = CompressedGradients(trainer, "int8", error_feedback=True)
-        trainer.add_callback(compressed)
-        trainer.train()
+        compressed = CompressedGradients("int8", error_feedback=True)
+        Trainer(model, arguments, train_dataset=cast(Dataset, samples), callbacks=[compressed]).train()
     if compressed.compression is not None and arguments.process_index == 0:
         traffic = compressed.compression.traffic
         print(f"step {compressed.compression.step}: {traffic['sent']:,} bytes sent of {traffic['raw']:,}", flush=True)

@@ -14,9 +14,8 @@ args = TrainingArguments(
     tempfile.mkdtemp(), max_steps=2, report_to=[], use_cpu=True, save_strategy="no", disable_tqdm=True,
     ddp_find_unused_parameters=False, dataloader_pin_memory=False, logging_steps=100,
 )  # fmt: skip
-trainer = Trainer(model=model, args=args, train_dataset=data)
-compressed = CompressedGradients(trainer, "int8")
-trainer.add_callback(compressed)
+compressed = CompressedGradients("int8")
+trainer = Trainer(model=model, args=args, train_dataset=data, callbacks=[compressed])
 sent = []
 for _ in range(2):
     trainer.train()

@@ -18,7 +18,7 @@ TOPK = {"method": "topk", "density": 0.1}
 
 
 @contextmanager
-def trainer_of(rank, world, folder, steps):
+def trainer_of(rank, world, folder, steps, *callbacks):
     """A Trainer of a small model, in the environment that torchrun makes."""
     from accelerate.state import AcceleratorState
     from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
@@ -41,7 +41,7 @@ def trainer_of(rank, world, folder, steps):
         ddp_backend="gloo", per_device_train_batch_size=2, gradient_accumulation_steps=2, report_to=[],
         disable_tqdm=True, ddp_find_unused_parameters=False, dataloader_pin_memory=False, logging_steps=100,
     )  # fmt: skip
-    yield Trainer(model, arguments, train_dataset=samples, eval_dataset=samples[:5])
+    yield Trainer(model, arguments, train_dataset=samples, eval_dataset=samples[:5], callbacks=[*callbacks])
     monkeypatch.undo()
 
 
@@ -53,12 +53,11 @@ def trained(rank, world, group, folder, steps, resume, remove=False):
     """The weights, residuals and warnings of a training with top-k and error feedback."""
     from gradwire.comm.huggingface import CompressedGradients, residuals_file
 
-    with trainer_of(rank, world, folder, steps) as trainer:
-        compressed = CompressedGradients(trainer, TOPK, error_feedback=True)
-        trainer.add_callback(compressed)
-        with warnings.catch_warnings(record=True) as noted:
-            warnings.simplefilter("always")
-            trainer.train(resume_from_checkpoint=resume)
+    compressed = CompressedGradients(TOPK, error_feedback=True)
+    caught = warnings.catch_warnings(record=True)
+    with trainer_of(rank, world, folder, steps, compressed) as trainer, caught as noted:
+        warnings.simplefilter("always")
+        trainer.train(resume_from_checkpoint=resume)
     if remove:
         residuals_file(trainer.args, trainer.state).unlink()
     residuals = compressed.compression.reducer.codec.state_dict()["residuals"]
@@ -102,7 +101,7 @@ def twice(rank, world, group, folder, compressor):
         if compressor == "registered":
             trainer.add_callback(Registered())
         elif compressor is not None:
-            callback = CompressedGradients(trainer, compressor, error_feedback=compressor == TOPK)
+            callback = CompressedGradients(compressor, error_feedback=compressor == TOPK)
             trainer.add_callback(callback)
         for _ in range(2):
             trainer.train()
@@ -128,9 +127,8 @@ def rolled_back(rank, world, group, folder):
     from gradwire.comm.huggingface import CompressedGradients
 
     reached = []
-    with trainer_of(rank, world, folder, 6) as trainer:
-        compressed = CompressedGradients(trainer, TOPK, error_feedback=True)
-        trainer.add_callback(compressed)
+    compressed = CompressedGradients(TOPK, error_feedback=True)
+    with trainer_of(rank, world, folder, 6, compressed) as trainer:
         for checkpoint in (None, f"{folder}/checkpoint-3"):
             trainer.train(resume_from_checkpoint=checkpoint)
             residuals = compressed.compression.reducer.codec.state_dict()["residuals"]
@@ -143,8 +141,10 @@ def test_a_second_training_from_a_checkpoint_has_the_checkpoints_residuals(world
         torch.testing.assert_close(second, first, rtol=0, atol=0)
 
 
-def test_a_trainer_cannot_skip_steps():
+def test_a_callback_that_cannot_work_is_refused():
     from gradwire.comm.huggingface import CompressedGradients
 
     with pytest.raises(BadInput, match="cannot skip a step"):
-        CompressedGradients(None, "int8", nonfinite="skip")
+        CompressedGradients("int8", nonfinite="skip")
+    with pytest.raises(BadInput, match="'int8'"):
+        CompressedGradients("int9")

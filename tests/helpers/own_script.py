@@ -125,9 +125,8 @@ def with_trainer(folder: Path, first: int, last: int) -> None:
         gradient_accumulation_steps=MICROS, dataloader_pin_memory=False, logging_steps=1, report_to=[],
         disable_tqdm=True,
     )  # fmt: skip
-    trainer = Trainer(llama(), arguments, train_dataset=samples)
-    compressed = CompressedGradients(trainer, COMPRESSOR, error_feedback=True)
-    trainer.add_callback(compressed)
+    compressed = CompressedGradients(COMPRESSOR, error_feedback=True)
+    trainer = Trainer(llama(), arguments, train_dataset=samples, callbacks=[compressed])
     trainer.train(resume_from_checkpoint=bool(first))
     for entry in trainer.state.log_history:
         if "loss" in entry:

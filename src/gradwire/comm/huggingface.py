@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
+from types import FrameType
 from typing import Any
 from weakref import ref
 
@@ -13,6 +15,7 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from gradwire.base.errors import BadInput
+from gradwire.comm.compressors import as_compressor
 from gradwire.comm.compressors.base import Compressor
 from gradwire.comm.parallel import Compression, compress_gradients
 
@@ -20,13 +23,14 @@ from gradwire.comm.parallel import Compression, compress_gradients
 class CompressedGradients(TrainerCallback):
     """Averages the gradients of a Trainer's model through a compressor; with one rank it does nothing.
 
+    Pass it as any callback: ``Trainer(..., callbacks=[CompressedGradients("int8")])``, or to `Trainer.add_callback`.
+
     A gradient that is not finite ends the training on every rank. Each checkpoint holds the residuals of every rank,
     and resuming from it restores them. A second ``trainer.train()`` goes on with the residuals and the steps of the
     first one, as it does with the optimizer's moments; where the Trainer starts from another model (``model_init``), it
     starts without any.
 
     Args:
-        trainer: The Trainer; add the callback to it with ``trainer.add_callback``.
         compressor: As for `compress_gradients`: a compressor, its name, or a mapping of its ``method`` and options.
         options: Other options of `compress_gradients`, such as ``error_feedback``. ``nonfinite`` is ``raise``.
 
@@ -34,14 +38,14 @@ class CompressedGradients(TrainerCallback):
         compression: The compression, from the start of training on; None with one rank.
 
     Raises:
-        BadInput: If ``nonfinite`` is ``skip``, as the Trainer has no way to skip a step.
+        BadInput: If the compressor is unknown or invalid, or ``nonfinite`` is ``skip``, as the Trainer has no way to
+            skip a step; from the training, as `compress_gradients`.
     """
 
-    def __init__(self, trainer: Trainer, compressor: Compressor | str | Mapping[str, Any], **options: Any) -> None:
+    def __init__(self, compressor: Compressor | str | Mapping[str, Any], **options: Any) -> None:
         if options.get("nonfinite") == "skip":
             raise BadInput("nonfinite is 'skip', but a Trainer's callback cannot skip a step: use 'raise'.")
-        self.trainer = trainer
-        self.compressor = compressor
+        self.compressor = as_compressor(compressor)
         self.options = options
         self.compression: Compression | None = None
         self._hooked: ref[nn.Module] | None = None  # the model of the last training
@@ -50,7 +54,7 @@ class CompressedGradients(TrainerCallback):
         """Hook the model that the Trainer has wrapped, unless it is, and restore residuals if it resumes."""
         if args.world_size == 1:
             return
-        wrapped = self.trainer.model_wrapped
+        wrapped = trainer_of(self).model_wrapped
         if self.compression is None or self._hooked is None or self._hooked() is not wrapped:
             defaults = {"nonfinite": "raise", "seed": args.seed}
             self.compression = compress_gradients(wrapped, self.compressor, **{**defaults, **self.options})
@@ -74,6 +78,17 @@ class CompressedGradients(TrainerCallback):
             file = residuals_file(args, state)
             file.parent.mkdir(parents=True, exist_ok=True)  # another rank may not have made it yet
             torch.save(self.compression.state_dict(), file)
+
+
+def trainer_of(callback: TrainerCallback) -> Trainer:
+    """Return the Trainer that is calling a callback: transformers hands callbacks the model before it was wrapped."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        for value in frame.f_locals.values():
+            if isinstance(value, Trainer) and callback in value.callback_handler.callbacks:
+                return value
+        frame = frame.f_back
+    raise BadInput(f"{type(callback).__name__} is for Trainer's callbacks: Trainer(..., callbacks=[...]).")
 
 
 def residuals_file(args: TrainingArguments, state: TrainerState) -> Path:
