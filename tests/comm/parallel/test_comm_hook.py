@@ -6,6 +6,7 @@ Of `parallel/checks.py`.
 from __future__ import annotations
 
 import re
+import warnings
 
 import pytest
 import torch
@@ -92,6 +93,28 @@ def test_the_pair_trains_as_wrap_does_on_every_rank(world, kind):
         equal(mine, ours[0][0]) and equal(mine, theirs) for (mine, _, _), theirs in zip(ours, wrapped, strict=True)
     )
     assert 0 < ours[0][1] < ours[0][2] / 3, "fewer bytes"
+
+
+def stepped(rank, world, group, registered: bool) -> list[str]:
+    """The warnings of two steps of a model whose pair is registered, or dropped as Lightning does on a CPU."""
+    model = model_of()
+    pair, wrapped = comm_hook(model, "int8"), DistributedDataParallel(model)
+    if registered:
+        wrapped.register_comm_hook(*pair)
+    optimizers = [torch.optim.SGD(nn.Linear(2, 3).parameters()), torch.optim.SGD(model.parameters(), lr=0.1)]
+    with warnings.catch_warnings(record=True) as noted:
+        warnings.simplefilter("always")
+        for step in range(2):
+            wrapped(batch_of(rank, step)).square().sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+    return [str(each.message) for each in noted]
+
+
+def test_a_pair_that_nobody_has_registered_warns_once(world):
+    assert world(2).run(stepped, True) == [[], []]
+    for [note] in world(2).run(stepped, False):
+        assert "on GPUs only: on a CPU, call trainer.strategy.model.register_comm_hook" in note
 
 
 def with_nan(rank, world, group, options: dict) -> bool:

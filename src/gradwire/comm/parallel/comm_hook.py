@@ -7,6 +7,8 @@ It fits `DistributedDataParallel.register_comm_hook(state, hook)` (PyTorch, "DDP
 from __future__ import annotations
 
 import math
+import warnings
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,6 +18,8 @@ from pydantic import InstanceOf
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from gradwire.base.errors import BadInput
 from gradwire.base.strict import checked_arguments
@@ -47,6 +51,25 @@ class CommHookState(Attached):
         self._device = next((parameter.device for parameter in parameters.values()), torch.device("cpu"))
         self._make = make
         self._buckets = self._build() if dist.is_initialized() else None
+        self._awaited = True  # until the first bucket comes, or an optimizer steps without one
+        stepped = weakref.WeakMethod(self._stepped)
+        hook = register_optimizer_step_post_hook(lambda *args: (call := stepped()) and call(*args))
+        weakref.finalize(self, hook.remove)
+
+    def _stepped(self, optimizer: Optimizer, *_: object) -> None:
+        """Warn, once, if an optimizer of the model steps and no gradient came here."""
+        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        if not self._awaited or not any(id(parameter) in self._names for parameter in parameters):
+            return
+        self._awaited = False
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            warnings.warn(
+                "an optimizer has stepped, and no gradient went through comm_hook's pair: call "
+                "register_comm_hook(state, hook) of the DistributedDataParallel before its first backward pass. "
+                "Lightning registers DDPStrategy(ddp_comm_hook=...) on GPUs only: on a CPU, call "
+                "trainer.strategy.model.register_comm_hook(state, hook) in a callback's on_train_start.",
+                stacklevel=2,
+            )
 
     def _build(self) -> HookedBuckets:
         reducer = self._make()
@@ -62,6 +85,7 @@ class CommHookState(Attached):
 
     def take(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """Take a bucket of DDP; as `HookedBuckets.take`."""
+        self._awaited = False
         return self.buckets.take(bucket)
 
     @property
