@@ -167,6 +167,9 @@ def test_where_nothing_is_supported_nothing_is_claimed():
     assert answer(lone) == ("", "No method is shown to keep the perplexity: 2 not compared")
     why = "no seed has it and that of its optimizer in every step"
     assert doubts(lone) == f"Not shown: the perplexity of powersgd, int8 ({why})."
+    sharded = made_results.rows(["none", "int8"], ["fsdp2"], [(2, "none")], (0, 1, 2))
+    both = as_read([*sharded, *made_results.rows(["int8"], ["ddp"], [(2, "none")], (0, 1, 2))])
+    assert doubts(both) == f"Not shown: the perplexity of int8 under ddp ({why})."
 
 
 STATES = {

@@ -182,8 +182,14 @@ def doubts(results: Results) -> str:
         ("one seed", "one seed"),
         ("not compared", "no seed has it and that of its optimizer in every step"),
     ):
-        if names := [*dict.fromkeys(made.loc[made["verdict"] == word, "compressor"])]:
-            unshown.append(f"the perplexity of {listed(names, NAMED)} ({why})")
+        alike = made.groupby("compressor")["verdict"].nunique() == 1  # under every strategy
+        those = made[made["verdict"] == word]
+        names = [
+            label if alike[label] else f"{label} under {strategy}"
+            for label, strategy in zip(those["compressor"], those["strategy"], strict=True)
+        ]
+        if names:
+            unshown.append(f"the perplexity of {listed([*dict.fromkeys(names)], NAMED)} ({why})")
     if once := [place(link) for link in links(results) if (made[f"{link} n"].dropna() < 2).all()]:
         unshown.append(f"the step {', '.join(once)} (one seed)")
     if results.shared:
