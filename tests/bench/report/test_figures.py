@@ -151,6 +151,16 @@ def test_a_point_has_a_dot_for_each_seed_and_says_their_number():
     assert dots == [pytest.approx(seeds.to_numpy()) for _, seeds in runs]
 
 
+def test_a_point_without_room_for_its_name_is_in_the_legend():
+    labels = [f"method-{i}" for i in range(20)]  # all of them in about the same place
+    data = made_results.as_read(made_results.rows(["none", *labels], ["ddp"], [(2, "none")], [0, 1, 2]))
+    with styled():
+        figure = quality("bytes", data.groups[0], data.cells, data.runs, looks(["none", *labels]))().figure
+    beside = {text.get_text() for text in figure.axes[0].texts}
+    listed = {text.get_text() for text in figure.legends[0].get_texts()}
+    assert beside | listed == {"baseline", *labels} and beside and len(listed) > 8
+
+
 def test_what_more_ranks_cost_is_against_the_same_optimizer_in_every_step(tmp_path):
     folder = made_results.committed(tmp_path / "ranks", "ranks")
     (made,) = (section for section in sections(Data.read(folder)) if section.key == "cost")
