@@ -107,6 +107,7 @@ def damage_weights(path):
         (lambda path: (path / "config.json").write_text("{"), "cannot be read"),
         (damage_weights, "cannot be read"),
         (lambda path: edit(path / "config.json", n_embd=64), "cannot be read"),
+        (lambda path: edit(path / "config.json", n_head="two"), "cannot be read: Field 'n_head' expected int, got str"),
         (lambda path: edit(path / "config.json", n_layer=3), r"do not match its config.json: transformer.h.2"),
     ],
 )
@@ -525,7 +526,8 @@ def test_a_model_that_cannot_be_is_one_message(model, message):
     ("config", "message"),
     [
         ({"model_type": "vit"}, "'vit' has no causal language model"),
-        ({"model_type": "no-such"}, "cannot be read"),
+        ({"model_type": "lama"}, "unknown architecture in .*config.json: 'lama'. Of .*, the nearest are: llama, "),
+        ({"model_type": "llama", "hidden_size": 33}, "cannot be read: The hidden size .33. is not a multiple"),
         ({"model_type": "gpt2", "vocab_size": 50257}, "vocabulary of 50257 tokens, above the tokenizer's 320"),
     ],
 )

@@ -51,12 +51,15 @@ def register_of(folder: Path) -> None:
     """Register the architecture of a model folder, whose own Python code is never run.
 
     Raises:
-        BadInput: If only that code has the architecture, or the configuration is no file that can be read whole.
+        BadInput: If the architecture is unknown, or only that code has it, or the configuration is no file that can be
+            read whole.
     """
     check_size(folder / saved.CONFIG, LARGEST_CONFIGURATION)
     architecture = saved.model_type(folder)
     register(architecture)
     if not saved.has_code(folder):
+        if isinstance(architecture, str) and architecture not in CONFIG_MAPPING:
+            raise unknown(f"architecture in {folder / saved.CONFIG}:", architecture, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
         return
     if architecture not in CONFIG_MAPPING:
         raise BadInput(
@@ -137,9 +140,13 @@ def configuration(options: Mapping[str, Any], vocab_size: int, max_length: int) 
 
 
 def refused(architecture: str, error: Exception) -> BadInput:
-    """The error that an architecture raises for its options, in one line, without the name of the check."""
-    text = CHECK.sub("", " ".join(str(error).split()))
-    return BadInput(f"architecture {architecture}: {text.rstrip('.')}.")
+    """The error that an architecture raises for its options."""
+    return BadInput(f"architecture {architecture}: {reason(error)}.")
+
+
+def reason(error: Exception) -> str:
+    """The text of an error of transformers in one line, without the name of the check and the last full stop."""
+    return CHECK.sub("", " ".join(str(error).split()))[:300].rstrip(".")
 
 
 def of_folder(folder: Path, vocab_size: int, max_length: int) -> PretrainedConfig:
@@ -153,8 +160,8 @@ def of_folder(folder: Path, vocab_size: int, max_length: int) -> PretrainedConfi
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except BadInput:  # a ValueError
         raise
-    except (OSError, ValueError, KeyError) as error:
-        raise BadInput(f"the configuration in {folder} cannot be read: {' '.join(str(error).split())[:300]}") from None
+    except Exception as error:  # the type depends on the architecture
+        raise BadInput(f"the configuration in {folder} cannot be read: {reason(error)}.") from None
     config_class(config.model_type)
     if not saved.has_weights(folder):
         _check_random(config, -(-vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE, str(folder))

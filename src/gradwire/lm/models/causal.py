@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -167,8 +166,8 @@ def load(path: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
         )
     except BadInput:  # a ValueError
         raise
-    except (OSError, RuntimeError, ValueError, TypeError, LookupError, AttributeError, SafetensorError) as error:
-        raise BadInput(f"the model in {path} cannot be read: {error}") from error
+    except Exception as error:  # the type depends on the architecture
+        raise BadInput(f"the model in {path} cannot be read: {architecture.reason(error)}.") from error
     if getattr(model.config, "transformers_weights", None) is not None:
         raise BadInput(f"the config.json in {path} names other weights as transformers_weights: remove that entry.")
     wrong = sorted(report["missing_keys"] | report["unexpected_keys"])
