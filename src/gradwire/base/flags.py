@@ -85,6 +85,13 @@ class Positional:
     metavar: str
 
 
+@dataclass(frozen=True)
+class Short:
+    """In a field's annotation: another spelling of its flag, such as ``-n``."""
+
+    flag: str
+
+
 COUNT = Number(int, 1, 2**31 - 1)  # 32 bits hold every count
 NATURAL = Number(int, 0, 2**31 - 1)
 SEED = Number(int, 0, 2**63 - 1)  # fits an int64 column, and torch does not wrap it

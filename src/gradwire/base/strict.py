@@ -22,7 +22,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, core_schema
 
 from gradwire.base.errors import BadInput, unknown
-from gradwire.base.flags import Number, Positional, output_file, path
+from gradwire.base.flags import Number, Positional, Short, output_file, path
 
 Model = TypeVar("Model", bound=BaseModel)
 P = ParamSpec("P")
@@ -225,7 +225,8 @@ def _add_flag(target: Any, name: str, field: FieldInfo) -> None:
     elif place is None:
         options["required"] = True
     if annotation is bool:
-        target.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, **options)
+        short = (item.flag for item in field.metadata if isinstance(item, Short))
+        target.add_argument(*short, f"--{name}", action=argparse.BooleanOptionalAction, **options)
         return
     if several:
         options["nargs"] = "+" if place is None or field.is_required() else "*"

@@ -284,7 +284,7 @@ def test_a_source_that_cannot_be_read_is_answered_with_its_reason(source, write,
 @pytest.mark.full
 def test_a_failed_job_is_named_and_the_others_are_done(folder):
     listed = "11 jobs: 1 download, 1 tokenizer, 1 shards, 2 train, 2 perplexity, 2 trace, 1 summarize, 1 report\n"
-    assert run("--dry_run").stdout == run("experiment.yaml", "--", "-n").stdout == listed
+    assert run("-n").stdout == run("experiment.yaml", "--", "-n").stdout == listed
     assert not (folder / "results").exists()
     Path("experiment.yaml").write_text(yaml.safe_dump({**GOOD, "grid": [GOOD["grid"], {"world_sizes": [4000]}]}))
     done = run()

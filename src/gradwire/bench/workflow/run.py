@@ -22,7 +22,7 @@ from gradwire.base.errors import FAULT, BadInput, RunFault, Stopped, unknown
 from gradwire.base.extras import require
 from gradwire.base.failures import failure_file
 from gradwire.base.files import read_json, read_yaml
-from gradwire.base.flags import Positional
+from gradwire.base.flags import Positional, Short
 from gradwire.base.parent_watch import PARENT
 from gradwire.base.strict import Strict
 from gradwire.bench.config import Run
@@ -52,7 +52,7 @@ class Options(Strict):
         description=f"how to run it: {', '.join(sorted(folder.name for folder in PROFILES.iterdir()))}, or a folder "
         "with a profile.yaml",
     )
-    dry_run: bool = Field(False, description="list the number of jobs and run none")
+    dry_run: Annotated[bool, Short("-n")] = Field(False, description="list the number of jobs and run none")
     verbose: bool = Field(False, description="show Snakemake's own output")
 
 
