@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ from world import Pool, Turns, World
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # for the CUDA forms; it has to be chosen before triton is imported
 
-POOL_SIZE = 6
+POOL = Pool(6)
 LONGEST = ("test_training.py", "test_private.py")
 MAY_LACK = ("CUDA", "GPU")  # what a machine that runs CI need not have
 
@@ -24,8 +24,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.name not in LONGEST)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> None:
+    """Fork the ranks of `world` before the first test computes a gradient in this process."""
+    if session.config.option.collectonly or not any("world" in getattr(i, "fixturenames", ()) for i in session.items):
+        return
+    torch.set_num_threads(1)
+    capture = session.config.pluginmanager.getplugin("capturemanager")
+    capture.resume_global_capture()  # what ranks print is not the session's
+    POOL.fork()
+    capture.suspend_global_capture()
+
+
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """In CI nothing passes by being skipped, but for what `MAY_LACK` names."""
+    POOL.stop()
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     if reporter is None or os.environ.get("CI") != "true":
         return
@@ -42,11 +55,9 @@ def one_thread() -> None:
 
 
 @pytest.fixture(scope="session")
-def world() -> Iterator[Callable[[int], World]]:
+def world() -> Callable[[int], World]:
     """``world(n)``: the first n ranks of the session's pool of gloo processes."""
-    pool = Pool(POOL_SIZE)
-    yield lambda size: World(pool, size)
-    pool.stop()
+    return lambda size: World(POOL, size)
 
 
 @pytest.fixture(scope="session")

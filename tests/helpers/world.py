@@ -1,4 +1,4 @@
-"""One pool of gloo ranks per test session: real processes, and torch is imported once for all of them.
+"""One pool of gloo ranks per test session: real processes, forked from the session's own once its tests are imported.
 
 ``world(n).run(fn, *args)`` calls ``fn(rank, world_size, group, *args)`` on the first n ranks and returns their results.
 ``fn`` is a module-level function; ``group`` is a fresh default process group of n ranks, so that a test which broke its
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import importlib
 import multiprocessing
 import os
 import pickle
@@ -19,7 +20,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -31,8 +32,10 @@ RUN_TIMEOUT_S = 60.0  # of one `run`
 THREADS = Path("/proc/self/task")
 MOST_THREADS = 30  # of a rank between two tasks
 PRELOAD = (  # imported once, before the ranks fork off
+    "gradwire.comm.compressors.kernels.cpu",
     "gradwire.comm.parallel",
     "gradwire.bench.training.loop",
+    "opacus.accountants",
     "pandas",
     "pyarrow.parquet",
     "torch.utils.tensorboard",
@@ -49,14 +52,17 @@ class Failure(NamedTuple):
     joined: bool  # the rank had joined its process group
 
 
-def serve(rank: int, connection: Connection, port: int) -> None:
+def serve(rank: int, connection: Connection, port: int, inherited: Sequence[Connection] = ()) -> None:
     """A rank's main loop: take a task, run it in its own process group, send back a result or a `Failure`.
 
-    Groups form by the store of the session at ``port``: one of a file is asked every ten milliseconds.
+    Groups form by the store of the session at ``port``: one of a file is asked every ten milliseconds. ``inherited``
+    are the session's ends of connections, which a forked rank closes: it ends when the session has closed its end.
     """
     import torch  # not above: conftest imports this module, also for tests that need no torch
     import torch.distributed as dist
 
+    for end in inherited:
+        end.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the session's to handle
     faulthandler.enable(file=sys.__stderr__)  # a crash in native code shows where
     faulthandler.register(signal.SIGUSR1, file=sys.__stderr__)
@@ -115,7 +121,11 @@ def dump_failure(failure: Failure) -> bytes:
 
 
 class Pool:
-    """The ranks' processes: each starts when first needed, all restart after a hang or a group that never formed."""
+    """The ranks' processes, which restart after a hang or a group that never formed.
+
+    `fork` starts all at once; it needs a process that has computed no gradient, as autograd does not survive a fork.
+    Later each starts when first needed, from a server that imports `PRELOAD`.
+    """
 
     def __init__(self, size: int, timeout: float = RUN_TIMEOUT_S) -> None:
         self.size = size
@@ -124,18 +134,25 @@ class Pool:
         self.store: Any = None  # of the ranks that run
         self.runs = 0
 
-    def start(self, world_size: int) -> None:
+    def fork(self) -> None:
+        """Start all ranks as copies of this process."""
+        for name in PRELOAD:
+            importlib.import_module(name)
+        self.start(self.size, "fork")
+
+    def start(self, world_size: int, method: str = "forkserver") -> None:
         """Start those of the first ``world_size`` ranks that do not run yet."""
         import torch.distributed as dist  # not above: see `serve`
 
         if not self.ranks:
             self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        context = multiprocessing.get_context("forkserver")
+        context = multiprocessing.get_context(method)
         context.set_forkserver_preload(list(PRELOAD))
         for rank in range(len(self.ranks), world_size):
             here, there = context.Pipe()
+            inherited = [here, *(end for _, end in self.ranks)] if method == "fork" else []
             process = context.Process(
-                target=serve, args=(rank, there, self.store.port), name=f"rank{rank}", daemon=True
+                target=serve, args=(rank, there, self.store.port, inherited), name=f"rank{rank}", daemon=True
             )
             process.start()
             there.close()
