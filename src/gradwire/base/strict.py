@@ -190,7 +190,7 @@ def _models(annotation: Any) -> Iterator[type[BaseModel]]:
         yield from _models(inner)
 
 
-# Why: docs/decisions.md, "A verb's flags are a typed model".
+# Why: docs/decisions.md, "A command's flags are a typed model".
 def add_flags(parser: argparse.ArgumentParser, model: type[BaseModel]) -> None:
     """Give ``parser`` a flag for each field of ``model``, with its type, default and description.
 

@@ -24,7 +24,7 @@ from gradwire.comm.compressors.segments import Buffers, Segment, Segments
 OLDEST = (8, 0)  # compute capability that Triton compiles for
 
 
-# Why: docs/decisions.md, "Plain and fused forms, by one protocol".
+# Why: docs/decisions.md, "A reference implementation and its kernels, by one protocol".
 @dataclass(frozen=True)
 class Kernel:
     """A method's operations on one kind of device; None: the reference implementation is used.
