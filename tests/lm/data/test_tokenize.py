@@ -6,12 +6,12 @@ Of `shards.py`, `tokenize.py`, `tokenizer.py`, `writer.py`.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import os
 import shutil
-import subprocess
-import sys
+import signal
 import time
 from pathlib import Path
 
@@ -176,27 +176,48 @@ def test_two_steps_give_what_one_gives(corpus, output, tmp_path):
     assert files_of(tmp_path / "out") == files_of(output)
 
 
+def attempt(words: list[str], die_at: int | None = None, after: bool = False) -> int:
+    """The exit code of a command in a forked child, which SIGKILL ends before or after its ``die_at``-th rename."""
+    if child := os.fork():
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    try:
+        os.fsync = lambda _: None  # a killed process loses nothing that it has handed to the kernel
+        rename, calls = Path.replace, itertools.count(1)
+
+        def replace(self: Path, target: Path) -> Path:
+            number = next(calls)
+            if number == die_at and not after:
+                os.kill(os.getpid(), signal.SIGKILL)
+            renamed = rename(self, target)
+            if number == die_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return renamed
+
+        Path.replace = replace
+        os._exit(main(words))
+    finally:
+        os._exit(99)
+
+
 @pytest.mark.parametrize("stride", [5, pytest.param(1, marks=pytest.mark.sweep)])
-def test_killed_at_any_write_it_goes_on_to_the_same_bytes(tmp_path, stride):
-    script = Path(__file__).parents[2] / "helpers" / "data_kill.py"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}  # the tests' own modules
-    environment["TOKENIZERS_PARALLELISM"] = "false"  # forked children
+def test_killed_at_any_write_it_goes_on_to_the_same_bytes(tmp_path, monkeypatch, stride):
+    """With a stride, two kills before a write alternate with two after one."""
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")  # a forked child has none of its threads
     small = write_corpus(tmp_path / "small.json", values(6))
     assert main(tokenize_words(small, tmp_path / "whole")) == 0
-    whole = hashlib.sha256(repr(files_of(tmp_path / "whole")).encode()).hexdigest()
-    done = subprocess.run(
-        [sys.executable, str(script), str(small), str(tmp_path / "killed"), str(stride)],
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    attempts = [line.split() for line in done.stdout.splitlines()]
-    assert {digest for _, digest in attempts} == {whole}
+    whole, folder = files_of(tmp_path / "whole"), tmp_path / "killed"
+    words = tokenize_words(small, folder)
     shard_count = sum(len(shards.meta(tmp_path / "whole" / "shards", split)["shards"]) for split in ("train", "val"))
     # two files of the tokenizer and its folder; each shard and its meta; the two final metas
     writes = 2 + 1 + 2 * shard_count + 2
-    assert len(attempts) == (2 * writes if stride == 1 else math.ceil(writes / stride))
+    for turn, number in enumerate(range(1, writes + 1, stride)):
+        for after in (False, True) if stride == 1 else (turn % 4 > 1,):
+            shutil.rmtree(folder, ignore_errors=True)
+            assert attempt(words, number, after) == -signal.SIGKILL
+            assert attempt(words) == 0
+            assert files_of(folder) == whole, number
+    shutil.rmtree(folder)
+    assert attempt(words, writes + 1) == 0, "there are no more writes"
 
 
 def test_a_long_step_says_how_far_it_is(tmp_path, monkeypatch, capsys):
