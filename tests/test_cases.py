@@ -26,6 +26,7 @@ LONG = {
     ("pp", "late"),
     ("unfreeze", "bucket"),
     ("complex", "bucket"),
+    ("deepcopy_optimizer", "both"),
     ("tuple", "prophetnet"),
     ("skipped", "zero"),
     ("skipped", "fills"),

@@ -1,4 +1,7 @@
-"""torchrun --nproc_per_node 2 deepcopy_optimizer.py module|ddp: a copy of a model and optimizer trains on alike."""
+"""torchrun --nproc_per_node 2 deepcopy_optimizer.py module|ddp|both: a copy of a model and optimizer trains on alike.
+
+The optimizers take turns with and without DDP, unless both are asked for.
+"""
 
 import copy
 import pickle
@@ -15,6 +18,7 @@ from gradwire.base.errors import BadInput
 
 dist.init_process_group("gloo")
 way, rank = sys.argv[1], dist.get_rank()
+WAYS = ("module", "ddp")
 ADAM = {"dense_steps": 2, "lr": 1e-2, "weight_decay": 0.1}
 
 
@@ -54,9 +58,15 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> l
     return [p.detach().clone() for p in model.parameters()]
 
 
-for name, optimizer_of in OPTIMIZERS.items():
-    model = built() if way == "module" else DistributedDataParallel(built())
-    optimizer = optimizer_of(model)
+chosen = [
+    (name, wrapped)
+    for number, name in enumerate(OPTIMIZERS)
+    for turn, wrapped in enumerate(WAYS)
+    if way == "both" or (way == wrapped and number % 2 == turn)
+]
+for name, wrapped in chosen:
+    model = built() if wrapped == "module" else DistributedDataParallel(built())
+    optimizer = OPTIMIZERS[name](model)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)  # replaces the optimizer's step
     train(model, optimizer, range(4))
     pairs = {copied: make((model, optimizer)) for copied, make in COPIES.items()}

@@ -454,8 +454,6 @@ def test_a_private_run_ends_with_its_budget(world, shards, tmp_path):
     assert 0 < record["clipped_fraction"] <= 1
     assert rows[2]["epsilon"] < rows[5]["epsilon"] == record["epsilon"]
     assert len({row["samples"] for row in rows}) > 1, "the samples of a step vary"
-    other, _ = trained(world, 2, shards, tmp_path / "other", *PRIVATE, strategy="fsdp2", seed=1, eval_every=0)
-    assert losses(rows) != losses(other)
 
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
