@@ -201,6 +201,7 @@ def test_six_ranks(world, number, ranks):
     compare(world, number, ranks, ["both", "one bit"])
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("fault", ["divisor", "order", "exchanged"])
 def test_the_simulation_sees_a_fault(world, fault):
     """The framework's division of an island's sum, the islands in another order, and the two groups exchanged."""

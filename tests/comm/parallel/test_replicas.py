@@ -180,7 +180,7 @@ def test_inside_of_islands_too(world, optimizer, ranks):
     assert [difference for _, difference, _ in results] == [None] * 2 * ranks
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", ["missed", pytest.param("swapped", marks=pytest.mark.sweep)])
 def test_a_planted_fault_is_seen(world, fault):
     results = world(2).run(trained, "odd", "int4-diff", "adamw", 1, 3, fault)
     with pytest.raises(AssertionError):

@@ -95,6 +95,7 @@ def test_demo_is_its_protocol_in_one_process(world, strategy, size, method, algo
     assert [traffic.details["closed_form"] for _, traffic in results] == [traffic["sent"] for _, traffic in results]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("fault", ["forgotten", "unsigned"])
 def test_the_simulation_sees_a_fault(world, fault):
     """The momentum dropped after each step, and steps that are not signed."""

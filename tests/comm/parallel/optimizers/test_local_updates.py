@@ -284,6 +284,7 @@ def lost(optimizer, rank, step):
         optimizer.in_flight = None
 
 
+@pytest.mark.sweep
 def test_the_simulation_sees_a_dropped_fragment(world):
     options = {"H": 6, **LONE, "streaming": STREAMS[1][0]}
     results = world(2).run(trained, "diloco", "ddp", "onebit", ONEBIT, options, CLIP, "lost")
@@ -360,6 +361,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("fault", ["no error", "drift", "momentum twice"])
 def test_the_simulation_sees_a_fault(world, fault):
     options = {"H": 3, "outer_lr": 0.7, "outer_momentum": 0.5}
@@ -374,6 +376,7 @@ def test_the_simulation_sees_a_fault(world, fault):
 SPARSE = {"method": {"chunktopk.k": 4, "chunk": 8}, "error_feedback": True, "ef_decay": 0.95, "algorithm": "gather"}
 
 
+@pytest.mark.sweep
 def test_the_simulation_sees_what_a_chains_quantizer_loses(world):
     """The residuals of the first round are right; those of the second are sent in the third."""
     results = world(2).run(trained, "sparseloco", "ddp", "chunktopk+bins", SPARSE, {"H": 3}, CLIP, "half of the error")

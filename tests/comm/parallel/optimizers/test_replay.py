@@ -156,7 +156,9 @@ def trained_with_faults(*given):
     return trained(*given)
 
 
-@pytest.mark.parametrize("fault", PLANTED)
+@pytest.mark.parametrize(
+    "fault", [pytest.param(fault, marks=[pytest.mark.sweep] * (fault != "local moments")) for fault in PLANTED]
+)
 def test_the_simulation_sees_a_fault(world, fault):
     options = {"H": 3, **LONE, "embeddings": INT4}
     results = world(2).run(trained_with_faults, "diloco", "ddp", "onebit", ONEBIT, options, CLIP, fault)
