@@ -51,9 +51,14 @@ def compared(files: Sequence[Path]) -> list[Path]:
     return [file for file in files if any(row.compressor == BASELINE for row in read_results(file)[0])]
 
 
+def configuration(name: str) -> str:
+    """The path of an experiment's configuration."""
+    return "config.yaml" if name == "default" else f"configs/{name}.yaml"
+
+
 def report(records: Path) -> str:
     """The page of an experiment's records."""
-    mapping = read(ROOT / ("config.yaml" if records.stem == "default" else f"configs/{records.stem}.yaml"))
+    mapping = read(ROOT / configuration(records.stem))
     experiment = check(mapping)
     asked = [{**run._asdict(), "excluded": None, "shared": not experiment.timed} for run in experiment.asked()]
     with TemporaryDirectory() as parent:
@@ -71,6 +76,6 @@ def report(records: Path) -> str:
 
 def line(name: str, page: str) -> str:
     """A report's row of the list."""
-    found = TITLE.search(page)
-    assert found is not None
-    return f"| [{found[1].strip()}]({name}.html) | [configs/{name}.yaml](../../configs/{name}.yaml) |"
+    title, path = TITLE.search(page), configuration(name)
+    assert title is not None
+    return f"| [{title[1].strip()}]({name}.html) | [{path}](../../{path}) |"
