@@ -85,6 +85,14 @@ def preset(comm_optimizer: Any) -> Preset:
     return PRESETS.get(comm_optimizer, Preset()) if isinstance(comm_optimizer, str) else Preset()
 
 
+def steps_per_message(cell: Mapping[str, Any]) -> float:
+    """Steps per message of a cell: the last ``H`` of local updates, over the fragments that one round sends; else 1."""
+    last = cell.get("H", preset(cell.get("comm_optimizer")).options.get("H", 1))
+    if isinstance(last, Mapping):
+        last = last[max(last, key=int)]
+    return float(last) / (cell.get("streaming") or {}).get("fragments", 1)
+
+
 def _interval(value: Any) -> Any:
     """Steps of a round, at least one, from step 0 on; JSON has a schedule's steps as strings."""
     value = by_step(value)

@@ -17,6 +17,7 @@ from test_reducer import CUTS, SHAPES, buffer, gradients
 from gradwire.base.errors import RunFault
 from gradwire.comm.closed_forms import raw_bytes
 from gradwire.comm.collectives import Exempt, Layout, Reducer
+from gradwire.comm.collectives.reducer import payload
 from gradwire.comm.compressors import build
 
 BIG = [("matrix", (24, 20)), ("bias", (7,)), ("wide", (3, 130)), ("cube", (4, 5, 6)), ("long", (700,))]
@@ -346,3 +347,19 @@ def test_parameters_that_are_reduced_at_once_have_the_means_of_each_alone(turns,
     assert any(dropped for _, _, (dropped, _), _ in results) == feedback
     at_once, one_by_one = (sum(result[-1][way] for result in results) for way in (0, 1))
     assert 0 < at_once <= one_by_one  # which pads the rows of each parameter
+
+
+@pytest.mark.parametrize(
+    ("compressor", "kind", "options", "expected"),
+    [
+        # int8 of rows of 8, 8, 8 and 6 by 7, and twice 3, 3, 3 and 2: a byte each, 4 more per piece
+        ("int8", "reduce_scatter", {}, ("exchange", 3 * (226 + 2 * 27))),
+        ("int8", "all_reduce", {"algorithm": "exchange", "dense_steps": 9}, ("exchange", 2 * 3 * (226 + 2 * 27))),
+        ("int8", "all_reduce", {"algorithm": "exchange", "second": "float32"}, ("exchange", 3 * (226 + 54 + 4 * 232))),
+        ("int8", "all_reduce", {}, ("gather", 3 * 4 * (226 + 2 * 27))),  # so small that one message is enough
+        ("bf16", "all_reduce", {"algorithm": "native"}, ("native", 2 * 3 * 2 * 232)),
+        ("threshold", "reduce_scatter", {}, ("exchange", None)),
+    ],
+)
+def test_bytes_are_known_without_ranks(compressor, kind, options, expected):
+    assert payload(compressor, {(30, 7): 1, (11,): 2}, kind, 4, **options) == expected

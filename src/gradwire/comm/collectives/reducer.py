@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeAlias, TypeVar
@@ -37,6 +38,7 @@ Given: TypeAlias = Compressor | str | Mapping[str, Any]
 Then: TypeAlias = Callable[[Tensor], object]  # what to do with a mean
 F = TypeVar("F", bound=Callable[..., Any])
 FREE = ("overlap", "nonfinite")  # options that a resumed run may change
+LATE = 2**31  # a step after all that differs in the first ones
 SMALL = 2**16  # bytes: up to here a collective's latency weighs more than what it carries
 
 
@@ -229,7 +231,7 @@ class Reducer:
             device: Where the gradients are; all ranks call this together. None: they are not connected yet.
         """
         if self.algorithm == "auto":
-            self.algorithm = self._chosen(kind, numel)
+            self.algorithm = chosen(self.codec.schedule, self.codec.options, kind, numel, self.world)
         if device is not None and self.world > 1:
             connect(self.group, device, self.codec.options.overlap)
 
@@ -606,18 +608,58 @@ class Reducer:
         """The algorithm, whose collectives a meter counts."""
         return ALGORITHMS[self.algorithm](self.codec, Ranks(self.world, self.rank, meter))
 
-    def _chosen(self, kind: Kind, numel: int) -> str:
-        """Return what ``auto`` resolves to."""
-        used = self.codec.schedule.plateaus
-        if self.codec.options.granularity == "piece" and all(method.linear and method.has_rounds for method in used):
-            return "native"
-        if kind == "reduce_scatter":
-            return "exchange"
-        size = self.compressor.wire_bytes(numel)
-        if size is None or self.world == 2:
-            return "gather" if self.world == 2 else "exchange"
-        small = (self.world - 1) * size <= SMALL and self.world * size <= 2 * FLOAT32_BYTES * numel
-        return "gather" if small else "exchange"
+
+def chosen(schedule: Schedule, options: ReducerOptions, kind: Kind, numel: int, world: int) -> str:
+    """Return the algorithm of a reduction: the one that is given, or what ``auto`` resolves to."""
+    if options.algorithm != "auto":
+        return options.algorithm
+    if options.granularity == "piece" and all(method.linear and method.has_rounds for method in schedule.plateaus):
+        return "native"
+    if kind == "reduce_scatter":
+        return "exchange"
+    size = schedule.at(0).wire_bytes(numel)
+    if size is None or world == 2:
+        return "gather" if world == 2 else "exchange"
+    small = (world - 1) * size <= SMALL and world * size <= 2 * FLOAT32_BYTES * numel
+    return "gather" if small else "exchange"
+
+
+class Payload(NamedTuple):
+    """The bytes of a reduction.
+
+    Attributes:
+        algorithm: How it travels.
+        bytes: Payload over all ranks; None if it depends on the data.
+    """
+
+    algorithm: str
+    bytes: int | None
+
+
+def payload(
+    compressor: Given, shapes: Mapping[tuple[int, ...], int], kind: Kind, world: int, **options: Any
+) -> Payload:
+    """Return the bytes of a reduction in the steady state, by their closed form; this needs no process group.
+
+    Args:
+        compressor: As of a `Reducer`.
+        shapes: The shapes of the parameters, and how many have each.
+        kind: The collective that the strategy needs.
+        world: Number of ranks, at least 2.
+        options: As of a `Reducer`.
+
+    Raises:
+        BadInput: As `check_options`.
+    """
+    schedule, checked = check_options(compressor, **options)
+    numel = sum(count * math.prod(shape) for shape, count in shapes.items())
+    algorithm = chosen(schedule, checked, kind, numel, world)
+    codec = Codec(schedule, checked, counts=Counter(), seed=0, rank=0, draws=0)
+    codec.step = LATE
+    forms = ALGORITHMS[algorithm](codec, Ranks(world, 0, Meter()))
+    sizes = [(count, forms.closed_form(Layout.dim0([("", shape)], world), kind)) for shape, count in shapes.items()]
+    known = [count * size for count, size in sizes if size is not None]
+    return Payload(algorithm, sum(known) if len(known) == len(sizes) else None)
 
 
 def copied(

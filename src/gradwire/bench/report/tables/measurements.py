@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from gradwire.base.errors import BadInput
 from gradwire.bench.config import BASELINE
 from gradwire.bench.report.rows.record import Result
 from gradwire.bench.statistics.collective_costs import Flow, Measurement
-from gradwire.comm.communication import preset
+from gradwire.comm.communication import steps_per_message
 from gradwire.comm.topology import between_islands, link_rate
 
 
@@ -36,7 +37,7 @@ def usable(rows: Iterable[Result], path: Path) -> list[Result]:
     chosen = [row for row in chosen if (row.strategy, row.gradient_op) in known]
     world = max((row.world_size for row in chosen), default=0)
     chosen = of_common_seeds([row for row in chosen if row.world_size == world])
-    rates = {row.link for row in chosen if math.isfinite(link_rate(row.link))}
+    rates = links_of(chosen)
     if len(rates) < 2:
         measured = f"only {', '.join(rates)}" if rates else "none"
         raise BadInput(f"{path}: a fit needs profiled cells on links of at least two rates, and has {measured}.")
@@ -44,6 +45,28 @@ def usable(rows: Iterable[Result], path: Path) -> list[Result]:
     if lacking:
         raise BadInput(f"{path}: no cell `{BASELINE}` of {', '.join(sorted(lacking))} to compare with.")
     return chosen
+
+
+def links_of(rows: Iterable[Result]) -> set[str]:
+    """The links with a rate that runs with a result had."""
+    return {row.link for row in rows if row.status == "ok" and math.isfinite(link_rate(row.link))}
+
+
+def description_in(rows: Iterable[Result], path: Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """The flags that describe the model of an experiment, by its baseline on the fastest link, and its cells.
+
+    Raises:
+        BadInput: If no run of the baseline has a result.
+    """
+    ok = [row for row in rows if row.status == "ok"]
+    timed = [row for row in ok if row.compressor == BASELINE and row.typical_step_ms and row.parameters]
+    if not timed:
+        raise BadInput(f"{path}: no finished run of `{BASELINE}` has a step and a number of parameters.")
+    base = min(timed, key=lambda row: (-link_rate(row.link), row.world_size))
+    alike = (base.strategy, base.link, base.world_size)
+    steps = [row.typical_step_ms or 0.0 for row in timed if (row.strategy, row.link, row.world_size) == alike]
+    described = {"parameters": base.parameters, "step_ms": fmean(steps), "strategy": base.strategy}
+    return described, {row.compressor: row.compress_config or {} for row in ok if row.strategy == base.strategy}
 
 
 def of_common_seeds(rows: Sequence[Result]) -> list[Result]:
@@ -84,12 +107,8 @@ def unmeasurable(row: Result) -> str | None:
 
 
 def interval_of(row: Result) -> float:
-    """Steps per message: the last ``H`` of local updates, over the fragments that one round sends; else 1."""
-    config = row.compress_config or {}
-    last = config.get("H", preset(config.get("comm_optimizer")).options.get("H", 1))
-    if isinstance(last, Mapping):
-        last = last[max(last, key=int)]
-    return float(last) / (config.get("streaming") or {}).get("fragments", 1)
+    """Steps per message."""
+    return steps_per_message(row.compress_config or {})
 
 
 def measurement_of(row: Result) -> Measurement:
