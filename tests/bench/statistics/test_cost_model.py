@@ -394,8 +394,8 @@ def test_predict_prints_winners_crossovers_and_errors(tmp_path, capsys):
     columns = [part.strip() for part in line.strip("|").split("|")]
     assert columns[1] == "all-gather"
     assert float(columns[2]) == pytest.approx(step, rel=0.02)
-    assert float(columns[6]) == pytest.approx(2 * 61 / step, rel=0.02)
-    assert columns[7:] == ["+0.0 %", "0.500"]
+    assert float(columns[7]) == pytest.approx(2 * 61 / step, rel=0.02)
+    assert columns[8:] == ["+0.0 %", "0.500"]
     assert re.search(r"\| exchange +\| +never \| +never \|", said.out)
     assert "Median relative error: " in said.out
     assert max(map(len, said.out.splitlines())) <= 140
@@ -422,7 +422,7 @@ def test_predict_on_islands(tmp_path, capsys):
     links = ("between-1gbit", "between-100mbit")
     rows = [*experiment(("ddp",)), *(islands_row(label, link) for label in ("none", "int8") for link in links)]
     words = write_rows(tmp_path / "links", [one for one in rows if one.strategy == "hsdp"])
-    asked = "200mbit --world_size 12 --islands 4 --bandwidth_inside 2gbit --latency_inside 10us --memory"
+    asked = "200mbit --world_size 12 --islands 4 --inside 2gbit --latency_inside 10us --memory"
     assert main([*words, *asked.split()]) == 0
     said = capsys.readouterr()
     assert "# W = 12, 200mbit and 50us per message between 4 islands, 2gbit and 10us inside" in said.out
@@ -435,17 +435,19 @@ def test_predict_on_islands(tmp_path, capsys):
     assert "## hsdp" not in said.out
 
 
+UNPROFILED = [one.model_copy(update={"exposed_comm_ms": None}) for one in experiment(("ddp",))]
+
+
 @pytest.mark.parametrize(
     ("rows", "words", "message"),
     [
         (experiment(("ddp",)), ["1gbit", "--world_size", "4", "--islands", "3"], "3 islands do not divide 4 ranks"),
-        (experiment(("ddp",)), ["1gbit", "--world_size", "4", "--bandwidth_inside", "1gbit"], "add --islands N"),
+        (experiment(("ddp",)), ["1gbit", "--world_size", "4", "--inside", "1gbit"], "add --islands N"),
         (experiment(("ddp",)), ["1gbit", "--world_size", "4", "--latency_inside", "1us"], "add --islands N"),
-        (experiment(), ["1gbit", "--world_size", "4", "--islands", "2", "--bandwidth_inside", "fast"], "'fast'"),
+        (experiment(), ["1gbit", "--world_size", "4", "--islands", "2", "--inside", "fast"], "'fast'"),
         (experiment(), ["1gbit", "--world_size", "4", "--islands", "2", "--latency_inside", "soon"], "'soon'"),
-        (None, ["1gbit", "--world_size", "4"], "results.jsonl does not exist; first run an experiment"),
-        (experiment(links=("none",)), ["1gbit", "--world_size", "4"], "on links of at least two rates, and has none"),
-        (experiment(links=("none", "1gbit")), ["1gbit", "--world_size", "4"], "at least two rates, and has only 1gbit"),
+        (None, ["1gbit", "--world_size", "4"], "results.jsonl does not exist: first run an experiment with `links:`"),
+        (UNPROFILED, ["1gbit", "--world_size", "4"], "profiled cells on links of at least two rates, and has none"),
         (experiment(("ddp",))[3:], ["1gbit", "--world_size", "4"], "no cell `none` of ddp"),
         (experiment(("ddp",)), ["fast", "--world_size", "4"], "invalid rate 'fast'"),
         (experiment(("ddp",)), ["1gbit", "--world_size", "4", "--latency", "soon"], "invalid time 'soon'"),

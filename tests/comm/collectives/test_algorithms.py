@@ -352,7 +352,7 @@ def test_parameters_that_are_reduced_at_once_have_the_means_of_each_alone(turns,
 @pytest.mark.parametrize(
     ("compressor", "kind", "options", "expected"),
     [
-        # int8 of rows of 8, 8, 8 and 6 by 7, and twice 3, 3, 3 and 2: a byte each, 4 more per piece
+        # int8 of rows of 8, 8, 8 and 6 by 7, and twice 3, 3, 3 and 2: a byte each, 4 more per shard
         ("int8", "reduce_scatter", {}, ("exchange", 3 * (226 + 2 * 27))),
         ("int8", "all_reduce", {"algorithm": "exchange", "dense_steps": 9}, ("exchange", 2 * 3 * (226 + 2 * 27))),
         ("int8", "all_reduce", {"algorithm": "exchange", "second": "float32"}, ("exchange", 3 * (226 + 54 + 4 * 232))),

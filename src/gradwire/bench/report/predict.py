@@ -1,7 +1,7 @@
-"""The command ``predict``: which compressor wins at a world size, bandwidth and latency, from cells measured on links.
+"""The command ``predict``: the fastest method for ranks, a bandwidth and a latency, from results or a description.
 
-`bench.statistics.cost_model` is fitted to the rows of ``results.jsonl``, and tested by predicting each link from the
-others.
+From results on links `bench.statistics.cost_model` is fitted to the rows of ``results.jsonl``, and tested by predicting
+each link from the others. A description, or results without links, which are one, take `bench.statistics.description`.
 """
 
 from __future__ import annotations
@@ -10,55 +10,129 @@ import json
 import math
 import sys
 from collections import Counter
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
 from gradwire.base.errors import BadInput
-from gradwire.base.flags import RANKS
-from gradwire.base.strict import Strict
+from gradwire.base.flags import COUNT, RANKS, Number
+from gradwire.base.strict import Strict, checked
 from gradwire.base.units import UNSHAPED, bits_per_second, rate_text, seconds
 
 if TYPE_CHECKING:
-    from gradwire.bench.report.tables.predictions import Place
+    import pandas as pd
+
+    from gradwire.bench.config import Cell
+    from gradwire.bench.statistics.cost_model import Place
+    from gradwire.bench.statistics.description import Description, Expected, Shapes
 
 MOST = 4096
+NVLINK = "3.6tbit"  # of an H100 in each direction
+WORDS = {"nvlink": NVLINK}
+PARAMETERS = Number(float, 1, 1e13)
+MILLISECONDS = Number(float, 0, 1e9, above=True)
+NEAR = 0.02  # of the number of parameters: a model is called by a rounded one
 
 
 class Options(Strict):
     """Flags of ``gradwire predict``."""
 
-    results_dir: Path = Field(Path("results/links"), description="a folder with results.jsonl of cells on links")
+    results_dir: Path | None = Field(None, description="from results: a folder with results.jsonl")
+    parameters: Annotated[float, PARAMETERS] | None = Field(
+        None, description="from a description: parameters of the model, such as 1.3e9"
+    )
+    model: str | None = Field(None, description="its shapes: a preset, or a folder with a config.json")
+    vocab_size: Annotated[int, COUNT] = Field(32_000, description="vocabulary of a preset")
+    step_ms: Annotated[float, MILLISECONDS] | None = Field(
+        None, description="milliseconds of its float32 step where communication costs nothing, as on one machine"
+    )
+    strategy: Literal["ddp", "fsdp2", "hsdp"] = Field("ddp", description="how it is replicated or sharded")
+    device: str = Field(
+        "cpu", description="whose codecs: cpu or cuda, timed here once (no GPU: an H200's record); or a file of rates"
+    )
+    cells: tuple[str, ...] = Field((), description="methods, or cells as JSON, in place of the usual ones")
     world_size: Annotated[int, RANKS] = Field(description=f"ranks, 2 to {MOST}")
     bandwidth: str = Field(description="rate of each rank's link, such as 10gbit, or each island's")
     latency: str = Field("50us", description="of each message, such as 50us")
     islands: Annotated[int, RANKS] = Field(1, description="islands of ranks, with a cable each")
-    bandwidth_inside: str = Field(UNSHAPED, description="rate of each rank's link inside its island")
+    inside: str = Field(UNSHAPED, description="rate of each rank's link inside its island, or nvlink")
     latency_inside: str | None = Field(None, description="of each message inside an island; default: --latency")
     as_json: bool = Field(False, alias="json", description="print the predicted steps as JSON")
-    memory: bool = Field(False, description="predict each rank's peak memory as well")
+    memory: bool = Field(False, description="from results on links: predict each rank's peak memory as well")
 
 
 def main(options: Options) -> None:
-    """Fit, predict and print."""
-    from gradwire.bench.report.tables.measurements import measurement_of, unpredictable, usable
+    """Predict and print."""
+    place = place_of(options)
+    if options.results_dir is None:
+        print_described(options, place)
+    elif (options.parameters, options.model, options.step_ms) == (None, None, None):
+        from_results(options, options.results_dir / "results.jsonl", place)
+    else:
+        raise BadInput("--results_dir describes a model itself: give it, or --parameters, --model and --step_ms.")
+
+
+def predict(**flags: Any) -> pd.DataFrame:
+    """Predict the step of each method from a description, without a measurement on a link.
+
+    Args:
+        flags: The flags of ``gradwire predict`` without ``results_dir``: ``parameters`` or ``model``, ``step_ms``,
+            ``world_size`` and ``bandwidth``; ``cells`` takes methods, and cells as JSON.
+
+    Returns:
+        A frame with a row per method, fastest first: bytes that a rank sends per step, exposed communication and step
+        in milliseconds, how many times shorter the step is than with float32 and bf16, the bandwidth in bit/s below
+        which the method pays, each with ``_low`` and ``_high``; the share of the ceiling, bytes of residuals and
+        anchors, the perplexity of the nearest record, and the line to type.
+
+    Raises:
+        BadInput: If a value is missing, unknown, out of range or contradicts another one.
+    """
+    from pandas import DataFrame
+
+    from gradwire.bench.report.tables.described import records_of
+
+    options = checked(Options, flags, "predict")
+    if options.results_dir is not None:
+        raise BadInput("predict() is of a description: use `gradwire predict --results_dir` for results.")
+    return DataFrame(records_of(*expected(options, place_of(options))))
+
+
+def from_results(options: Options, path: Path, place: Place) -> None:
+    """Predict from an experiment: by a fit if it has links of two rates, else as it describes its model."""
+    from gradwire.bench.report.tables.measurements import (
+        description_in,
+        links_of,
+        measurement_of,
+        unpredictable,
+        usable,
+    )
     from gradwire.bench.report.tables.predictions import predictions, records
     from gradwire.bench.report.tables.results import Results
     from gradwire.bench.statistics.cost_model import Model
 
-    place = place_of(options)
-    path = options.results_dir / "results.jsonl"
     if not path.is_file():
         raise BadInput(
-            f"{path} does not exist; first run an experiment with links: make run CONFIG=configs/links.yaml."
+            f"{path} does not exist: first run an experiment with `links:` in its grid by `gradwire run FILE`, or "
+            "describe the model by --parameters and --step_ms."
         )
-    results = Results.read(options.results_dir)
+    results = Results.read(path.parent)
+    for note in results.notes:
+        print(f"gradwire predict: {note}", file=sys.stderr)
     reasons = [unpredictable(row, options.islands) for row in results.rows]
     left_out = Counter(reason for reason in reasons if reason is not None)
-    chosen = usable([row for row, reason in zip(results.rows, reasons, strict=True) if reason is None], path)
-    for complaint in [*results.notes, *(f"left out {count} rows: {reason}." for reason, count in left_out.items())]:
-        print(f"gradwire predict: {complaint}", file=sys.stderr)
+    kept = [row for row, reason in zip(results.rows, reasons, strict=True) if reason is None]
+    if len(links_of(kept)) < 2 and not left_out:
+        described, cells = description_in(kept, path)
+        source = f" as {path} describes it, without links of two rates to fit to"
+        print_described(options.model_copy(update=described), place, cells, source)
+        return
+    chosen = usable(kept, path)
+    for reason, count in left_out.items():
+        print(f"gradwire predict: left out {count} rows: {reason}.", file=sys.stderr)
     model = Model(tuple(measurement_of(row) for row in chosen))
     if options.as_json:
         print(json.dumps(records(model, place), indent=2))
@@ -68,32 +142,132 @@ def main(options: Options) -> None:
     print(f"# {title(options, place)}\n\n{source}\n\n{text}")
 
 
+def print_described(
+    options: Options, place: Place, cells: Mapping[str, Mapping[str, Any]] | None = None, source: str = ""
+) -> None:
+    """Predict a description, with the usual cells or others, and print the tables, or JSON."""
+    from gradwire.bench.report.tables.described import count, described, records_of
+
+    table, description = expected(options, place, cells)
+    if options.as_json:
+        print(json.dumps(records_of(table, description), indent=2))
+        return
+    what = f"{count(description.numel)} parameters, {description.strategy}, {title(options, place)}{source}"
+    print(f"# {what}\n\n{described(table, description)}")
+
+
+def expected(
+    options: Options, place: Place, cells: Mapping[str, Mapping[str, Any]] | None = None
+) -> tuple[list[Expected], Description]:
+    """Predict cells of a description, against float32 and bf16.
+
+    Raises:
+        BadInput: If the model or its step is missing, numbers of parameters differ, or a cell cannot do the strategy.
+    """
+    from gradwire.bench.codecs.rates import rates_of
+    from gradwire.bench.config import BASELINE, Cell
+    from gradwire.bench.report.rows.record import BF16
+    from gradwire.bench.statistics.description import CELLS, Description
+
+    if options.step_ms is None or (options.parameters is None and options.model is None):
+        raise BadInput(
+            "nothing to predict from: describe the model by --parameters (or --model) and --step_ms, or give the "
+            "--results_dir of an experiment."
+        )
+    if options.strategy == "hsdp" and options.islands == 1:
+        raise BadInput("strategy hsdp has islands: add --islands N.")
+    shapes, outside = shapes_of(options)
+    chosen = cells_of(options, cells or CELLS)
+    baselines = [Cell.parse(label, CELLS[label]) for label in (BASELINE, BF16)]
+    rates = rates_of(options.device, [(cell.method, cell.options) for cell in (*chosen, *baselines) if cell.hooked])
+    known = [cell for cell in chosen if options.cells or not cell.hooked or rates.of(cell.method, cell.options)]
+    if absent := ", ".join(cell.label for cell in chosen if cell not in known):
+        print(f"gradwire predict: left out {absent}: {rates.device} has no rate of the method.", file=sys.stderr)
+    description = Description(shapes, outside, options.step_ms / 1e3, options.strategy, place, rates)
+    return description.expect(known, baselines), description
+
+
+def cells_of(options: Options, usual: Mapping[str, Mapping[str, Any]]) -> list[Cell]:
+    """The cells that the flags name, or the usual ones that the strategy can do.
+
+    Raises:
+        BadInput: If one is unknown or cannot do the strategy.
+    """
+    from gradwire.base.files import parse_json
+    from gradwire.bench.config import Cell
+
+    cells = []
+    for number, word in enumerate(options.cells, start=1):
+        label, mapping = word, usual.get(word, {})
+        if word.lstrip().startswith("{"):
+            try:
+                label, mapping = f"cell-{number}", parse_json(word)
+            except ValueError as error:
+                raise BadInput(f"--cells: {word[:80]} is not valid JSON ({error}).") from None
+        cells.append(Cell.parse(label, mapping))
+    for cell in cells:
+        cell.check_strategy(options.strategy)
+    for label, mapping in usual.items() if not cells else ():
+        cell = Cell.parse(label, mapping)
+        with suppress(BadInput):  # of another strategy
+            cell.check_strategy(options.strategy)
+            cells.append(cell)
+    return cells
+
+
+def shapes_of(options: Options, max_length: int = 1024) -> tuple[Shapes, int]:
+    """Shapes of the described parameters, and how many are outside the blocks.
+
+    Raises:
+        BadInput: If the number of parameters is not that of the model.
+    """
+    from gradwire.bench.statistics.description import shapes_of_size
+
+    if options.model is None:
+        return shapes_of_size(round(options.parameters or 0)), 0
+    from gradwire.comm.parallel.model import block_sizes
+    from gradwire.lm.models import architecture, presets
+
+    given = presets.options(options.model)
+    config = (
+        architecture.of_folder(Path(options.model), 1, 1)
+        if given is None
+        else architecture.configuration(given, options.vocab_size, max_length)
+    )
+    made = architecture.on_meta(config)
+    numel = sum(parameter.numel() for parameter in made.parameters())
+    if options.parameters is not None and abs(options.parameters / numel - 1) > NEAR:
+        raise BadInput(
+            f"--parameters {options.parameters:g} contradicts --model {options.model}, which has {numel:,}: give one."
+        )
+    return Counter(tuple(parameter.shape) for parameter in made.parameters()), block_sizes(made)[0]
+
+
 def place_of(options: Options) -> Place:
-    """Return what the flags describe.
+    """Return where the flags predict for.
 
     Raises:
         BadInput: If islands do not divide the ranks, a number is invalid, or links inside islands lack islands.
     """
-    from gradwire.bench.report.tables.predictions import Place
-    from gradwire.bench.statistics.cost_model import NO_ISLANDS, Islands
+    from gradwire.bench.statistics.cost_model import NO_ISLANDS, Islands, Place
     from gradwire.comm.topology import check_islands
 
     bandwidth, latency = bits_per_second(options.bandwidth), seconds(options.latency)
     islands = NO_ISLANDS
     if options.islands > 1:
         check_islands(options.world_size, options.islands)
-        inside = options.bandwidth_inside
+        inside = WORDS.get(options.inside, options.inside)
         rate = math.inf if inside == UNSHAPED else bits_per_second(inside)
         islands = Islands(options.islands, rate, seconds(options.latency_inside or options.latency))
-    elif (options.bandwidth_inside, options.latency_inside) != (UNSHAPED, None):
-        raise BadInput("--bandwidth_inside and --latency_inside are for links inside islands: add --islands N.")
+    elif (options.inside, options.latency_inside) != (UNSHAPED, None):
+        raise BadInput("--inside and --latency_inside are for links inside islands: add --islands N.")
     if not 2 <= options.world_size <= MOST:
         raise BadInput(f"--world_size {options.world_size}: a prediction is for 2 to {MOST} ranks.")
     return Place(options.world_size, bandwidth, latency, islands)
 
 
 def title(options: Options, place: Place) -> str:
-    """Describe what is predicted."""
+    """Describe the place that is predicted for."""
     text = f"W = {place.world}, {rate_text(place.bandwidth)} and {options.latency} per message"
     if options.islands == 1:
         return text

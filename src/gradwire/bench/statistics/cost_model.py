@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 
 from gradwire.bench.statistics.collective_costs import (
     Algorithm,
+    Flow,
     Measurement,
     gradient_algorithms,
     inside,
@@ -114,6 +115,22 @@ class Islands(NamedTuple):
 NO_ISLANDS = Islands()
 
 
+class Place(NamedTuple):
+    """A place to predict steps for: ranks and links.
+
+    Attributes:
+        world: The number of ranks.
+        bandwidth: Bits per second of each rank's link, or each island's cable.
+        latency: Seconds per message there.
+        islands: The islands.
+    """
+
+    world: int
+    bandwidth: float
+    latency: float
+    islands: Islands
+
+
 class Prediction(NamedTuple):
     """A predicted step: the collective algorithm, seconds per step and seconds of communication."""
 
@@ -191,12 +208,12 @@ class Model:
         peers = measurement.islands if measurement.islands > 1 else measurement.world
         decodings = peers if measurement.gradients.op == "all_gather" else 2
         names, steps, times = [], [], []
-        for algorithm in gradient_algorithms(measurement, world, islands.number):
+        for algorithm in self.algorithms(measurement, world, islands.number):
             if (measurement.strategy, algorithm.op) not in self.fit.alpha:
                 continue
             sending = [self._sending(flow, rates, latency, islands) for flow in _inside(measurement, world, islands)]
             if measurement.parameters is not None and not measurement.parameters.inside:
-                gathers = parameter_algorithms(measurement.parameters, measurement.world, world, islands.number)
+                gathers = self.gathers(measurement.parameters, measurement.world, world, islands.number)
                 sending.append(np.min([self._sending(gather, rates, latency, islands) for gather in gathers], axis=0))
             ops = {algorithm.op, *(flow.op for name, flow in measurement.named_flows.items() if name != "gradients")}
             startup = sum(self.fit.alpha[measurement.strategy, op] for op in ops) / measurement.interval
@@ -207,6 +224,14 @@ class Model:
             times.append(communication)
             steps.append(self.step(measurement, communication) + decode * (algorithm.decodings / decodings - 1))
         return names, np.array(steps), np.array(times)
+
+    def algorithms(self, measurement: Measurement, world: int, islands: int) -> list[Algorithm]:
+        """The ways in which a measurement's gradients can travel between ``world`` ranks."""
+        return gradient_algorithms(measurement, world, islands)
+
+    def gathers(self, parameters: Flow, measured: int, world: int, islands: int) -> list[Algorithm]:
+        """The ways in which a step's parameters can travel between ``world`` ranks."""
+        return parameter_algorithms(parameters, measured, world, islands)
 
     def _sending(
         self, algorithm: Algorithm, rates: Array, latency: float, islands: Islands, interval: float = 1.0

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from gradwire.comm.closed_forms import FLOAT32_BYTES, rank_bytes, share
+from gradwire.comm.closed_forms import FLOAT32_BYTES, rank_bytes, share, total_bytes
 from gradwire.comm.collectives import ops
 from gradwire.comm.collectives.codec import Codec, Feedback, counted, is_exact
 from gradwire.comm.collectives.layout import Kind, Layout, Shard
@@ -75,6 +75,10 @@ class Algorithm(ABC):
         bytes more or less, as each collective rounds it.
         """
 
+    @abstractmethod
+    def closed_total(self, layout: Layout, kind: Kind) -> int | None:
+        """Return the sum of `closed_form` over all ranks, without each rank's."""
+
 
 class Exchange(Algorithm):
     """Sends each row's encodings to the row's owner, which decodes, sums in float32 and divides once.
@@ -113,13 +117,23 @@ class Exchange(Algorithm):
 
     def closed_form(self, layout: Layout, kind: Kind) -> int | None:
         """Return the bytes of the other ranks' rows, and for an all-reduce of its own row to each of them."""
-        phases: tuple[Phase, ...] = ("scatter", "gather") if kind == "all_reduce" else ("scatter",)
-        tables = [self.codec.plan(layout, phase) for phase in phases]
-        if any(plan.whole.total is None for plan in tables):
+        plans = self._plans(layout, kind)
+        if any(plan.whole.total is None for plan in plans):
             return None
-        scattered, *means = ([sum(size or 0 for size in row) for row in plan.whole.sizes] for plan in tables)
+        scattered, *means = ([sum(size or 0 for size in row) for row in plan.whole.sizes] for plan in plans)
         mine = self.ranks.rank
         return sum(scattered) - scattered[mine] + sum((self.ranks.world - 1) * gathered[mine] for gathered in means)
+
+    def closed_total(self, layout: Layout, kind: Kind) -> int | None:
+        """Return the bytes of all rows, from and to each of the other ranks."""
+        totals = [plan.whole.total for plan in self._plans(layout, kind)]
+        known = [total for total in totals if total is not None]
+        return (self.ranks.world - 1) * sum(known) if len(known) == len(totals) else None
+
+    def _plans(self, layout: Layout, kind: Kind) -> list[Plan]:
+        """Return the plans of the encodings that travel."""
+        phases: tuple[Phase, ...] = ("scatter", "gather") if kind == "all_reduce" else ("scatter",)
+        return [self.codec.plan(layout, phase) for phase in phases]
 
 
 class Gather(Algorithm):
@@ -157,6 +171,11 @@ class Gather(Algorithm):
         """Return the bytes of this rank's encodings to each of the others."""
         total = self.codec.plan(layout, "scatter").undivided.total
         return None if total is None else (self.ranks.world - 1) * total
+
+    def closed_total(self, layout: Layout, kind: Kind) -> int | None:
+        """Return the bytes of every rank, which are equal."""
+        alone = self.closed_form(layout, kind)
+        return None if alone is None else self.ranks.world * alone
 
 
 class Run(NamedTuple):
@@ -293,9 +312,18 @@ class Native(Algorithm):
 
     def closed_form(self, layout: Layout, kind: Kind) -> int | None:
         """Return this rank's share of the sums; a reduce-scatter sends the others' rows, padded to the longest."""
-        world = self.ranks.world
+        summed, others = self._closed(layout, kind)
+        return self._all_reduced(summed) + (self.ranks.world - 1) * others
+
+    def closed_total(self, layout: Layout, kind: Kind) -> int | None:
+        """Return the bytes of the sums, and of each rank to the others."""
+        (summed, others), world = self._closed(layout, kind), self.ranks.world
+        return total_bytes("all_reduce", summed, world) + total_bytes("all_gather", world * others, world)
+
+    def _closed(self, layout: Layout, kind: Kind) -> tuple[int, int]:
+        """Return the bytes that are all-reduced, and those that a rank sends to each of the others."""
         summed = gathered = 0
-        rows: defaultdict[int, list[int]] = defaultdict(lambda: [0] * world)  # by size of an element
+        rows: defaultdict[int, list[int]] = defaultdict(lambda: [0] * self.ranks.world)  # by size of an element
         for shards in layout.parameters.values():
             parameter = whole(shards)
             cost = self.codec.of(parameter, "scatter").round_cost(parameter.form, self.codec.method_step)
@@ -303,10 +331,8 @@ class Native(Algorithm):
             for shard in shards:
                 rows[cost.rows // parameter.numel][shard.row] += shard.numel
         if kind == "all_reduce":
-            summed += sum(size * sum(numels) for size, numels in rows.items())
-            rows.clear()
-        others = sum(size * max(numels) for size, numels in rows.items()) + gathered
-        return self._all_reduced(summed) + (world - 1) * others
+            return summed + sum(size * sum(numels) for size, numels in rows.items()), gathered
+        return summed, gathered + sum(size * max(numels) for size, numels in rows.items())
 
     def _all_reduced(self, nbytes: int) -> int:
         """Return the bytes that this rank sends in an all-reduce of so many."""

@@ -657,7 +657,7 @@ def payload(
     codec = Codec(schedule, checked, counts=Counter(), seed=0, rank=0, draws=0)
     codec.step = LATE
     forms = ALGORITHMS[algorithm](codec, Ranks(world, 0, Meter()))
-    sizes = [(count, forms.closed_form(Layout.dim0([("", shape)], world), kind)) for shape, count in shapes.items()]
+    sizes = [(count, forms.closed_total(Layout.dim0([("", shape)], world), kind)) for shape, count in shapes.items()]
     known = [count * size for count, size in sizes if size is not None]
     return Payload(algorithm, sum(known) if len(known) == len(sizes) else None)
 

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
-from typing import Any, NamedTuple
+from typing import Any
 
 from gradwire.base.errors import BadInput
 from gradwire.base.units import rate_text
@@ -18,10 +18,9 @@ from gradwire.bench.report.tables.results import Results
 from gradwire.bench.report.tables.table import MISSING, markdown, number
 from gradwire.bench.report.tables.time_to_loss import seconds_to
 from gradwire.bench.statistics.cost_model import (
-    Islands,
     LeftOut,
     Model,
-    Prediction,
+    Place,
     crossover,
     leave_one_link_out,
     peak_memory,
@@ -35,39 +34,19 @@ TARGET = "ppl "  # what the goal of a target begins with
 RESAMPLES = 200
 
 DEFINITIONS = """\
-Each step uses the fastest way of the measured cells; `× none`, `× bf16-native`: how many times shorter than theirs.
+Each step uses the fastest way of the measured cells; `95 %` is the interval of a bootstrap of the fit's residuals;
+`× none`, `× bf16-native`: how many times shorter than theirs.
 `N/(1+α)`: the speed-up over one rank, where α is the time of a step outside computation over that of computation;
 none where the step is shorter than the measured computation, which is not that of this step then.
 `ppl`: measured perplexity above that of the same optimizer in every step, paired by seed (`none` for AdamW); winners
 are named within 1, 5 and 20 % of it, and for each target perplexity of the measured runs the label that reaches it
 soonest, in as many steps as they took; labels with
 `dense_rounds` have no such time, as their steps differ. A crossover is the
-bandwidth below which a label's step is shorter, with the 95 % interval of a bootstrap of the fit's residuals. Assumed:
+bandwidth below which a label's step is shorter, with such an interval. Assumed:
 hosts as fast as the measured ones, equal computation on every rank, and one call per collective and step, or per round
 of local updates, with `--latency` for each of its messages. With `--islands`, `--bandwidth` is that of each island's
 cable, and `--latency` that of messages between islands. A ring passes every cable once; what an island's ranks send
 together shares one."""
-
-
-class Place(NamedTuple):
-    """A place to predict steps for: ranks and links.
-
-    Attributes:
-        world: The number of ranks.
-        bandwidth: Bits per second of each rank's link, or each island's cable.
-        latency: Seconds per message there.
-        islands: The islands.
-    """
-
-    world: int
-    bandwidth: float
-    latency: float
-    islands: Islands
-
-    def predict(self, model: Model, strategy: str | None = None) -> dict[tuple[str, str], Prediction]:
-        """Predict the step of each strategy and label, or of one strategy's labels."""
-        keys = [key for key in model.by_label if strategy in (None, key[0])]
-        return {key: model.predict(key, self.world, self.bandwidth, self.latency, self.islands) for key in keys}
 
 
 @dataclass(frozen=True)
@@ -138,7 +117,7 @@ def predictions(
     for strategy in dict.fromkeys(measurement.strategy for measurement in model.measurements):
         finished = [row for row in results.ok if row.strategy == strategy]
         quality = Qualities.of([row for row in chosen if row.strategy == strategy], results)
-        parts += steps(model, strategy, finished, quality, place, memory)
+        parts += steps([model, *resampled], strategy, finished, quality, place, memory)
         parts += crossovers([model, *resampled], strategy, place)
     return "\n\n".join([*parts, *fit(model), *errors(leave_one_link_out(model.measurements), results.rows)])
 
@@ -153,15 +132,26 @@ def records(model: Model, place: Place) -> list[dict[str, Any]]:
             "step_ms": 1e3 * step,
             "comm_ms": 1e3 * communication,
         }
-        for (strategy, label), (algorithm, step, communication) in place.predict(model).items()
+        for (strategy, label) in model.by_label
+        for algorithm, step, communication in [model.predict((strategy, label), *place)]
     ]
 
 
 def steps(
-    model: Model, strategy: str, rows: Sequence[Result], quality: Qualities, place: Place, memory: bool
+    models: Sequence[Model], strategy: str, rows: Sequence[Result], quality: Qualities, place: Place, memory: bool
 ) -> list[str]:
-    """The heading, the winners and the table of predicted steps of a strategy, fastest first."""
-    predicted = {label: prediction for (_, label), prediction in place.predict(model, strategy).items()}
+    """The heading, the winners and the table of predicted steps of a strategy, fastest first.
+
+    Args:
+        models: The fitted model, then resampled ones, of which a step has its range.
+        strategy: The strategy.
+        rows: Its runs with a result.
+        quality: What is known of its labels' quality.
+        place: What to predict for.
+        memory: Whether to predict each rank's peak memory as well.
+    """
+    keys = {label: (strategy, label) for of, label in models[0].by_label if of == strategy}
+    predicted = {label: models[0].predict(key, *place) for label, key in keys.items()}
     compute = compute_seconds(rows)
     ordered = sorted(predicted, key=lambda label: predicted[label].step)
     lines = []
@@ -170,14 +160,16 @@ def steps(
         gains = [f"{predicted[base].step / step:.3f}" if base in predicted else MISSING for base in BASELINES]
         _, speed_up = scaling(place.world, compute, step)
         worse = number(quality.worse.get(label), "{:+.1f} %")
-        line = [label, algorithm, f"{1e3 * step:,.1f}", f"{1e3 * communication:,.1f}", *gains, speed_up, worse]
+        low, high = (1e3 * end for end in ends(model.predict(keys[label], *place).step for model in models[1:]))
+        ranged = [f"{1e3 * step:,.1f}", f"[{low:,.1f}, {high:,.1f}]", f"{1e3 * communication:,.1f}"]
+        line = [label, algorithm, *ranged, *gains, speed_up, worse]
         lines.append([*line, memory_text(rows, label, place)] if memory else line)
     winners = [f"Fastest: `{ordered[0]}`"]  # of any perplexity
     for goal, costs in quality.costs({label: predicted[label].step for label in ordered}).items():
         first = min(costs, key=costs.__getitem__)
         winners.append(f"{goal}: `{first}`" + f" in {costs[first]:,.0f} s" * goal.startswith(TARGET))
     against = [f"× {base}" for base in BASELINES]
-    headers = ["compressor", "way", "step ms", "comm ms", *against, "N/(1+α)", "ppl", *["GB"] * memory]
+    headers = ["compressor", "way", "step ms", "95 %", "comm ms", *against, "N/(1+α)", "ppl", *["GB"] * memory]
     return [f"## {strategy}", "; ".join(winners) + ".", markdown(lines, headers, left=(0, 1))]
 
 
@@ -203,12 +195,16 @@ def crossovers(models: Sequence[Model], strategy: str, place: Place) -> list[str
                 line += [MISSING, MISSING]
                 continue
             rate, *drawn = (crossover(steps[label], steps[base]) for steps in fastest)
-            drawn = sorted(drawn)
-            ends = drawn[int(0.025 * len(drawn))], drawn[math.ceil(0.975 * len(drawn)) - 1]
-            line += [crossover_text(rate), interval_text(*ends)]
+            line += [crossover_text(rate), interval_text(*ends(drawn))]
         lines += [line] if label != BASELINE else []
     headers = [header for base in bases for header in (f"shorter than {base} below", "95 %")]
     return [markdown(lines, ["compressor", *headers])] if lines else []
+
+
+def ends(values: Iterable[float]) -> tuple[float, float]:
+    """The ends of the middle 95 % of resampled values."""
+    drawn = sorted(values)
+    return drawn[int(0.025 * len(drawn))], drawn[math.ceil(0.975 * len(drawn)) - 1]
 
 
 def crossover_text(rate: float) -> str:

@@ -1,0 +1,203 @@
+"""Predictions of a description as text: a ranked table, the quality that records know, and the line to type."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from textwrap import fill
+from typing import Any, NamedTuple
+
+from gradwire.base.files import parse_json
+from gradwire.bench.config import BASELINE, Cell
+from gradwire.bench.report.rows.record import BF16
+from gradwire.bench.report.tables.predictions import crossover_text, interval_text
+from gradwire.bench.report.tables.quality import FREE
+from gradwire.bench.report.tables.table import MISSING, markdown
+from gradwire.bench.statistics.description import Description, Expected, Range
+from gradwire.bench.statistics.seeds import TOLERANCE
+
+RECORDS = Path(__file__).with_name("evidence.json")  # written by benchmarks/evidence.py
+FAR = 10  # times another size
+WIDTH = 98  # of a line to type
+UNKNOWN = """\
+Ranges are between favourable and unfavourable constants of the backend. Not known: stragglers and
+lost machines; other traffic on a link; a latency counts once per collective and step, not per
+bucket or block. `MB`: of residuals, replicas and anchors on a rank, without the optimizer's
+moments."""
+
+
+class Evidence(NamedTuple):
+    """A recorded difference in perplexity from the same optimizer in every step.
+
+    Attributes:
+        cell: The cell's options, without those of `FREE`.
+        parameters: The model's.
+        world_size: Number of ranks.
+        seeds: Number of seeds.
+        percent: Percent of perplexity above: mean, and the lower and upper end of its spread (None with one seed).
+        source: The file of its records.
+    """
+
+    cell: Mapping[str, Any]
+    parameters: int
+    world_size: int
+    seeds: int
+    percent: tuple[float, float | None, float | None]
+    source: str
+
+    def __str__(self) -> str:
+        mean, low, high = (None if end is None else round(end, 1) + 0.0 for end in self.percent)  # + 0.0: no -0.0
+        ends = "" if low is None or high is None else f" [{low:+.1f}, {high:+.1f}]"
+        seeds = f"{self.seeds} seeds" if self.seeds > 1 else "one seed"
+        return f"{mean:+.1f} %{ends}, {seeds}, {count(self.parameters)}, W = {self.world_size}"
+
+    def distance(self, parameters: float, world: int) -> float:
+        """How far its model and number of ranks are from others, as a product of quotients' logarithms."""
+        return abs(math.log(self.parameters / parameters)) + abs(math.log(self.world_size / world))
+
+
+def evidence() -> list[Evidence]:
+    """The recorded differences that the package has."""
+    return [Evidence(**record) for record in parse_json(RECORDS.read_text("utf-8"))]
+
+
+def options_of(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """A cell's options that a record must have as well."""
+    return {key: value for key, value in flat.items() if key not in FREE}
+
+
+def nearest(cell: Cell, parameters: float, world: int, known: Sequence[Evidence]) -> Evidence | None:
+    """The record of a cell whose model and number of ranks are nearest; None without any."""
+    alike = [record for record in known if record.cell == options_of(cell.flat())]
+    return min(alike, key=lambda record: (record.distance(parameters, world), -record.seeds), default=None)
+
+
+def described(expected: Sequence[Expected], description: Description) -> str:
+    """Format predictions as Markdown, fastest first."""
+    ranked = sorted(expected, key=lambda one: one.step.typical)
+    records = evidence()
+    numel, world = description.numel, description.place.world
+    quality = {one.cell.label: nearest(one.cell, numel, world, records) for one in ranked}
+    within = [label for label, record in quality.items() if record and record.percent[0] <= TOLERANCE]
+    first = f"Fastest: `{ranked[0].cell.label}`"
+    first += f"; with at most {TOLERANCE:g} % more perplexity in its nearest record: `{within[0]}`." if within else "."
+    near = [
+        record
+        for record in quality.values()
+        if record and max(record.parameters / numel, numel / record.parameters) <= FAR
+    ]
+    size = "" if near else f"\nNone of these records is within {FAR} times of this model's size."
+    steps, gains, qualities = list[list[str]](), list[list[str]](), list[list[str]]()
+    for one in ranked:
+        label, share = one.cell.label, description.compute / one.step.typical
+        against = [
+            f"{one.gains[BASELINE].typical:.3g}",
+            ends(one.gains[BASELINE], "{:.3g}"),
+            f"{one.gains[BF16].typical:.3g}",
+        ]
+        steps.append([label, amount(one.bytes), *ranged(one.exposed), *ranged(one.step), f"{100 * share:.0f} %"])
+        gains.append([label, *against, *below(one), f"{one.memory / 1e6:,.0f}"])
+        qualities.append([label, known(one.cell, quality)])
+    lines = [fill(f"{one.cell.label}: {line_of(one.cell)}", WIDTH, subsequent_indent="    ") for one in ranked]
+    parts = [
+        f"Ceiling: the {duration(description.compute)} that a step computes. Codecs: {description.rates.device}.",
+        fill(first, WIDTH),
+        markdown(steps, ["method", "sent", "exposed", "range", "step", "range", "ceiling"]),
+        markdown(gains, ["method", "× none", "range", "× bf16", "pays below", "range", "MB"]),
+        UNKNOWN,
+        markdown(qualities, ["method", "perplexity, nearest record"], left=(0, 1)),
+        f"Perplexity: percent above the same optimizer in every step.{size}",
+        "\n".join(["```text", *lines, "```"]),
+    ]
+    return "\n\n".join(parts)
+
+
+def known(cell: Cell, quality: Mapping[str, Evidence | None]) -> str:
+    """The known quality of a cell; a dash for the baseline."""
+    return MISSING if cell.label == BASELINE else str(quality[cell.label] or "none")
+
+
+def below(one: Expected) -> list[str]:
+    """The rate below which a step is shorter than the baseline's, and its range."""
+    if one.cell.label == BASELINE:
+        return [MISSING, MISSING]
+    rate = one.below[BASELINE]
+    return [crossover_text(rate.typical), interval_text(rate.low, rate.high)]
+
+
+def ranged(time: Range) -> list[str]:
+    """A time, and its range in the same unit."""
+    scale = 1e3 if time.typical < 1 else 1
+    return [duration(time.typical), ends(Range(*(scale * value for value in time)), "{:,.4g}")]
+
+
+def ends(value: Range, form: str) -> str:
+    """The range of a number."""
+    return f"{form.format(value.low)} … {form.format(value.high)}"
+
+
+def duration(seconds: float) -> str:
+    """A time with three digits."""
+    return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{float(f'{seconds:.3g}'):,g} s"
+
+
+def amount(nbytes: float) -> str:
+    """Bytes with three digits."""
+    return f"{nbytes / 1e6:,.3g} MB" if nbytes < 999.5e6 else f"{nbytes / 1e9:,.3g} GB"
+
+
+def count(number: float) -> str:
+    """A number of parameters with two digits."""
+    return f"{float(f'{number / 1e6:.2g}'):,g} M" if number < 999.5e6 else f"{number / 1e9:,.2g} B"
+
+
+def line_of(cell: Cell) -> str:
+    """The call that uses a cell; the cell itself, for ``compressors:``, if the call is of an optimizer."""
+    if not cell.hooked and cell.param_compress == "none":
+        return "as it is"
+    if not cell.communication.averages_gradients:
+        return "{" + ", ".join(f"{key}: {text_of(value)}" for key, value in cell.flat().items()) + "}"
+    compressor = {"method": cell.method, **cell.options} if cell.options else cell.method
+    options = cell.reduction.model_dump(mode="json", exclude_unset=True)
+    options |= {} if cell.param_compress == "none" else {"parameters": cell.param_compress}
+    given = "".join(f", {key}={text_of(value)}" for key, value in options.items())
+    return f"gw.compress_gradients(model, {text_of(compressor)}{given})"
+
+
+def text_of(value: Any) -> str:
+    """A value in Python and in YAML's flow style."""
+    return json.dumps(value) if isinstance(value, str | dict) else str(value)
+
+
+def records_of(expected: Sequence[Expected], description: Description) -> list[dict[str, Any]]:
+    """The predictions for JSON and for a frame; times are in milliseconds, rates in bits per second."""
+    known = evidence()
+    ranked = sorted(expected, key=lambda one: one.step.typical)
+    table = []
+    for one in ranked:
+        record: dict[str, Any] = {"compressor": one.cell.label, "bytes": one.bytes}
+        ranges = {
+            "exposed_ms": one.exposed,
+            "step_ms": one.step,
+            "times_none": one.gains[BASELINE],
+            "times_bf16": one.gains[BF16],
+        }
+        ranges["pays_below"] = one.below[BASELINE]
+        for name, value in ranges.items():
+            scale = 1e3 if name.endswith("_ms") else 1
+            record |= {
+                name: scale * value.typical,
+                f"{name}_low": scale * value.low,
+                f"{name}_high": scale * value.high,
+            }
+        quality = nearest(one.cell, description.numel, description.place.world, known)
+        record |= {
+            "share_of_ceiling": description.compute / one.step.typical,
+            "memory_bytes": one.memory,
+            "perplexity": str(quality) if quality else None,
+            "line": line_of(one.cell),
+        }
+        table.append(record)
+    return table

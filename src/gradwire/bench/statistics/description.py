@@ -1,0 +1,364 @@
+"""Predict steps from a description of a model, its ranks and their links: nothing is measured on a link.
+
+A step takes the described computation, encoding and decoding at the device's speed, and the communication that
+computation does not hide: the bytes of the closed forms under the law of `cost_model`, with constants of the backend.
+There are three sets of them: a typical one, and a favourable and an unfavourable one, between which steps are expected.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from gradwire.base.errors import BadInput
+from gradwire.bench.codecs.rates import Rates
+from gradwire.bench.config import Cell
+from gradwire.bench.statistics.collective_costs import Algorithm, Flow, Measurement, gradient_algorithms
+from gradwire.bench.statistics.cost_model import Fit, Model, Place, crossover
+from gradwire.comm.closed_forms import FLOAT32_BYTES, PASSES, parameters_unhooked, raw_bytes, unhooked_by_link
+from gradwire.comm.communication import preset, steps_per_message
+from gradwire.comm.reduction import ENCODINGS
+from gradwire.comm.topology import SHARDING
+
+if TYPE_CHECKING:
+    from gradwire.comm.collectives.layout import Kind
+
+Shapes = Mapping[tuple[int, ...], int]
+
+WIDTH_PER_LAYER = 128  # of the transformer that stands for a number of parameters: as of 7 billion with width 4,096
+BACKWARD = 2 / 3  # of a step's computation
+CARRIERS = {"exchange": "all_to_all", "gather": "all_gather"}  # else the framework's own collective
+LOCAL = {"comm_optimizer": "diloco", "outer_lr": 1.0, "outer_momentum": 0.0}
+ONE_BIT, FOUR_BITS = {"method": "onebit"}, {"method": "int8", "num_bits": 4, "block": 64}
+CELLS: Mapping[str, Mapping[str, Any]] = {  # compared by default; labels and options are those of the records
+    "none": {},
+    "bf16-native": {"method": "bf16", "algorithm": "native"},
+    "int8": {},
+    "int4": FOUR_BITS,
+    "powersgd": {"rank": 8, "error_feedback": True, "dense_steps": 90},
+    "topk-ef": {"method": "topk+int8", "topk.density": 0.1, "error_feedback": True, "dense_steps": 90},
+    "onebit_adam": {**ONE_BIT, "comm_optimizer": "onebit_adam", "dense_steps": 110},
+    "int8-params8": {"method": "int8", "param_compress": "int8"},
+    "int4-diff-int4-ef": {"method": "int8", "num_bits": 4, "error_feedback": True, "param_compress": "int4-diff"},
+    **{f"diloco-{steps}-onebit": {**ONE_BIT, **LOCAL, "H": steps} for steps in (5, 30)},
+    **{f"diloco-{steps}-int4": {**FOUR_BITS, **LOCAL, "H": steps} for steps in (30, 100, 500)},
+    "streaming-15-onebit": {**ONE_BIT, **LOCAL, "H": 15, "streaming": {"fragments": 3, "delay": 2}},
+}
+RESIDUAL_BYTES = {None: 0, "float32": 4, "bf16": 2, "int8": 1}
+
+
+class Constants(NamedTuple):
+    """A set of assumptions about a backend and its machines.
+
+    Attributes:
+        startup: Seconds of a step's collectives of one kind: calls, and waiting for other ranks.
+        host: Seconds per byte that a rank sends, whatever the link.
+        factor: How often a byte takes its time on a link, by collective.
+        hidden: Share of the backward pass that hides communication.
+        codecs: A codec's time in a step over its time alone.
+        compute: A step's computation over the described one.
+        in_turn: Whether the messages of an all-to-all wait for each other, each a latency.
+    """
+
+    startup: float
+    host: float
+    factor: Mapping[str, float]
+    hidden: float
+    codecs: float
+    compute: float = 1.0
+    in_turn: bool = False
+
+
+def factors(all_reduce: float, all_gather: float, all_to_all: float, reduce_scatter: float) -> dict[str, float]:
+    """Return the factors by collective."""
+    return dict(zip(PASSES, (reduce_scatter, all_gather, all_to_all, all_reduce), strict=True))
+
+
+# Typical, favourable, unfavourable, by kind of device. The typical ones of gloo suit benchmarks/overlap.csv; its
+# reduce-scatter sends every byte twice. NCCL was never measured on a link: it reaches a link's rate, or two thirds.
+BACKENDS = {
+    "cpu": (
+        Constants(5e-3, 4e-9, factors(1.1, 1.4, 1.4, 2.4), 0.35, 1.2),
+        Constants(0.0, 8e-10, factors(1.0, 1.1, 1.1, 2.0), 0.7, 1.0, 0.95),
+        Constants(15e-3, 2e-8, factors(1.3, 1.7, 1.7, 2.8), 0.0, 3.0, 1.2, True),
+    ),
+    "cuda": (
+        Constants(1e-3, 1e-12, factors(1.1, 1.1, 1.1, 1.1), 0.7, 1.2),
+        Constants(0.0, 1e-13, factors(1.0, 1.0, 1.0, 1.0), 1.0, 1.0, 0.95),
+        Constants(5e-3, 1e-11, factors(1.5, 1.5, 1.5, 1.5), 0.0, 2.0, 1.1, True),
+    ),
+}
+
+
+class Range(NamedTuple):
+    """A number as expected, and between a favourable and an unfavourable case."""
+
+    typical: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Range:
+        """The range of a number in all cases, the typical one first."""
+        typical, *others = values
+        return cls(typical, min(typical, *others), max(typical, *others))
+
+
+class Traffic(NamedTuple):
+    """A cell's work on one rank in a step.
+
+    Attributes:
+        gradients: The collective of the gradients, or of what travels in their place, and its bytes.
+        parameters: Those of sharded parameters, if any.
+        scattered: Those of gradients inside islands, if any.
+        encoded: Elements that it encodes.
+        decoded: Elements that it decodes.
+    """
+
+    gradients: Flow
+    parameters: Flow | None
+    scattered: Flow | None
+    encoded: float
+    decoded: float
+
+    @property
+    def bytes(self) -> float:
+        """Bytes that it sends."""
+        return sum(flow.bytes for flow in (self.gradients, self.parameters, self.scattered) if flow is not None)
+
+
+class Expected(NamedTuple):
+    """A cell's predicted step.
+
+    Attributes:
+        cell: The cell.
+        bytes: Bytes that a rank sends per step.
+        step: Seconds of a step.
+        exposed: Seconds of communication in it that computation does not hide.
+        gains: How many times shorter it is than the step of each baseline.
+        below: For each baseline the rate in bits per second below which its step is longer.
+        memory: Bytes of residuals, replicas and anchors on a rank.
+    """
+
+    cell: Cell
+    bytes: float
+    step: Range
+    exposed: Range
+    gains: Mapping[str, Range]
+    below: Mapping[str, Range]
+    memory: float
+
+
+@dataclass(frozen=True)
+class Assumed(Model):
+    """The cost model with constants in place of a fit, for what the library does itself: flat collectives.
+
+    Args:
+        constants: The constants.
+    """
+
+    constants: Constants = BACKENDS["cpu"][0]
+
+    @cached_property
+    def fit(self) -> Fit:
+        """The law's parameters: the constants."""
+        assumed = self.constants
+        alpha = {(strategy, op): assumed.startup for strategy, _ in self.by_label for op in PASSES}
+        return Fit(alpha, dict.fromkeys(PASSES, assumed.host), dict(assumed.factor))
+
+    def _rest(self, measurement: Measurement) -> float:
+        return measurement.rest
+
+    def algorithms(self, measurement: Measurement, world: int, islands: int) -> list[Algorithm]:
+        """The flat collective, in which a rank sends all of its messages of an all-to-all at once."""
+        flat, peers = gradient_algorithms(measurement, world, islands)[0], measurement.islands
+        if flat.op != "all_to_all" or self.constants.in_turn:
+            return [flat]
+        others = (peers if peers > 1 else world) - 1
+        sends = [leg.sends._replace(messages=-(-leg.sends.messages // others)) for leg in flat.legs]
+        return [flat._replace(legs=tuple(leg._replace(sends=of) for leg, of in zip(flat.legs, sends, strict=True)))]
+
+    def gathers(self, parameters: Flow, measured: int, world: int, islands: int) -> list[Algorithm]:
+        """The flat collective."""
+        return super().gathers(parameters, measured, world, islands)[:1]
+
+
+@dataclass(frozen=True)
+class Description:
+    """A model, its ranks, their links and their device.
+
+    Args:
+        shapes: Shapes of the parameters, and how many have each.
+        outside: Elements outside the blocks, which FSDP gathers once in a step; the others twice.
+        compute: Seconds of a float32 step whose communication costs nothing.
+        strategy: The strategy.
+        place: Ranks and links.
+        rates: The speed of codecs.
+    """
+
+    shapes: Shapes
+    outside: int
+    compute: float
+    strategy: str
+    place: Place
+    rates: Rates
+
+    @property
+    def numel(self) -> int:
+        """Number of parameters."""
+        return sum(count * math.prod(shape) for shape, count in self.shapes.items())
+
+    @property
+    def islands(self) -> int:
+        """Islands that hold the model in shards."""
+        return self.place.islands.number if self.strategy == "hsdp" else 1
+
+    def expect(self, cells: Sequence[Cell], baselines: Sequence[Cell]) -> list[Expected]:
+        """Predict cells, and how they compare with baselines.
+
+        Raises:
+            BadInput: If the bytes of a cell depend on the data, or the device has no rate of its method.
+        """
+        place, listed = self.place, {cell.label: cell for cell in (*baselines, *cells)}
+        traffic = {label: self.traffic(cell) for label, cell in listed.items()}
+        models = [
+            Assumed(tuple(self.measurement(cell, traffic[label], assumed) for label, cell in listed.items()), assumed)
+            for assumed in BACKENDS[self.rates.kind]
+        ]
+        keys = {label: (self.strategy, label) for label in listed}
+        steps = {label: [model.predict(key, *place).step for model in models] for label, key in keys.items()}
+        at_rates = (place.world, place.latency, place.islands)
+        curves = {label: [model.fastest(key, *at_rates) for model in models] for label, key in keys.items()}
+        rests = {label: [model.by_label[key][0].rest for model in models] for label, key in keys.items()}
+        return [
+            Expected(
+                cell,
+                traffic[cell.label].bytes,
+                Range.of(steps[cell.label]),
+                Range.of(np.subtract(steps[cell.label], rests[cell.label]).tolist()),
+                {base.label: Range.of(np.divide(steps[base.label], steps[cell.label]).tolist()) for base in baselines},
+                {base.label: Range.of(map(crossover, curves[cell.label], curves[base.label])) for base in baselines},
+                self.memory(cell),
+            )
+            for cell in cells
+        ]
+
+    def measurement(self, cell: Cell, traffic: Traffic, assumed: Constants) -> Measurement:
+        """A cell as if it were measured on a link without a limit, where computation hides all that it can."""
+        coding = [0.0, 0.0]
+        if cell.hooked:
+            rate = self.rates.of(cell.method, cell.options)
+            if rate is None:
+                raise BadInput(
+                    f"{self.rates.device} has no rate of {cell.method}: measure it, or leave out {cell.label}."
+                )
+            tensors = rate.tensor * sum(self.shapes.values()) / steps_per_message(cell.flat())
+            coding = [traffic.encoded * rate.encode + tensors, traffic.decoded * rate.decode]
+        encode, decode = (assumed.codecs * seconds for seconds in coding)
+        compute = assumed.compute * self.compute
+        return Measurement(
+            strategy=self.strategy,
+            label=cell.label,
+            sharded=self.strategy in SHARDING,
+            fixed=True,
+            world=self.place.world,
+            link="none",
+            rate=math.inf,
+            step=compute + encode + decode,
+            exposed=0.0,
+            decode=decode,
+            gradients=traffic.gradients._replace(seconds=self.hidden(cell, assumed.hidden)),
+            parameters=traffic.parameters,
+            scattered=traffic.scattered,
+            islands=self.islands,
+            interval=steps_per_message(cell.flat()),
+        )
+
+    def hidden(self, cell: Cell, share: float) -> float:
+        """Seconds of a step in which computation hides communication: a share of what runs meanwhile.
+
+        That is the backward pass for gradients that are averaged and for sharded parameters, the steps of its delay for
+        a fragment that streams, and nothing for what replicas send at the end of a step.
+        """
+        if (streaming := cell.communication.streaming) is not None:
+            return share * streaming.delay * self.compute / steps_per_message(cell.flat())
+        overlaps = cell.communication.averages_gradients and cell.reduction.overlap
+        return (overlaps or self.strategy in SHARDING) * share * BACKWARD * self.compute
+
+    def traffic(self, cell: Cell) -> Traffic:
+        """A cell's bytes by the closed forms, and the elements that its codec takes."""
+        from gradwire.comm.collectives.reducer import Payload, payload
+
+        world, ranks = self.place.world, self.place.world // self.islands
+        kind: Kind = "all_reduce"
+        peers, shapes = world, self.shapes
+        if self.islands > 1:
+            peers, shapes = self.islands, {(-(-shape[0] // ranks), *shape[1:]): n for shape, n in shapes.items()}
+        elif self.strategy in SHARDING:
+            kind = "reduce_scatter"
+        numel = sum(count * math.prod(shape) for shape, count in shapes.items())
+        sent = Payload("native", raw_bytes(kind, numel, peers))
+        if cell.hooked:
+            reduction = cell.reduction.model_dump(exclude_unset=True)
+            sent = payload({"method": cell.method, **cell.options}, shapes, kind, peers, **reduction)
+        if sent.bytes is None:
+            raise BadInput(f"the bytes of {cell.label} depend on the data, and cannot be predicted: leave it out.")
+        once = (cell.communication.streaming.fragments if cell.communication.streaming else 1) * steps_per_message(
+            cell.flat()
+        )
+        encoded, decoded = {"exchange": (1 + 1 / peers, 2), "gather": (1, peers), "native": (1, 1)}[sent.algorithm]
+        if kind == "reduce_scatter":
+            encoded, decoded = 1, 1
+        decoded += cell.reduction.error_feedback  # to know what was lost
+        flow = Flow(CARRIERS.get(sent.algorithm, kind), sent.bytes / peers / once, 0.0)
+        scattered = Flow("reduce_scatter", unhooked_by_link(self.numel, world, self.islands).inside / world, 0.0, True)
+        return Traffic(
+            flow,
+            self.gathered(cell, ranks),
+            scattered if self.islands > 1 else None,
+            encoded * numel / once,
+            decoded * numel / once,
+        )
+
+    def gathered(self, cell: Cell, ranks: int) -> Flow | None:
+        """The parameters that a rank of a shard sends per step; None for replicas."""
+        from gradwire.comm.collectives.reducer import payload
+
+        if self.strategy not in SHARDING:
+            return None
+        inside, sizes = self.islands > 1, (self.outside, self.numel - self.outside)
+        if cell.param_compress == "none":
+            total = parameters_unhooked("reduce_scatter", sizes, ranks)
+            return Flow("all_gather", (total or 0) / ranks, 0.0, inside)
+        encoding = ENCODINGS[cell.param_compress]
+        given = {"method": encoding.method, **encoding.options}
+        once = payload(given, self.shapes, "reduce_scatter", ranks, algorithm="exchange", exempt=encoding.exempt).bytes
+        passes = 1 if encoding.differences else (sizes[0] + 2 * sizes[1]) / self.numel
+        return Flow("all_to_all", passes * (once or 0) / ranks, 0.0, inside)
+
+    def memory(self, cell: Cell) -> float:
+        """Bytes of residuals, anchors, outer momenta and replicas on a rank; without the optimizer's own moments."""
+        ranks, options = self.place.world // self.islands, cell.communication
+        kept = self.numel / (ranks if self.islands > 1 else 1)
+        states = RESIDUAL_BYTES[cell.reduction.feedback if cell.hooked else None]
+        if cell.communication.comm_optimizer != "gradient" and "H" in preset(options.comm_optimizer).options:
+            momentum = options.outer_momentum
+            default = preset(options.comm_optimizer).options["outer_momentum"]
+            states += FLOAT32_BYTES * (1 + bool(default if momentum is None else momentum))
+        replica = cell.param_compress != "none" and ENCODINGS[cell.param_compress].differences
+        return states * kept + FLOAT32_BYTES * self.numel * replica
+
+
+def shapes_of_size(numel: int) -> Shapes:
+    """Shapes of a transformer of so many parameters: square matrices as wide as such a model usually is, and a rest.
+
+    A layer has 12 matrices of its width squared.
+    """
+    width = max(1, round((numel * WIDTH_PER_LAYER / 12) ** (1 / 3)))
+    count, rest = divmod(numel, width * width)
+    return {shape: n for shape, n in (((width, width), count), ((rest,), 1)) if n and math.prod(shape)}
