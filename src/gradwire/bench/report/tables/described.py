@@ -97,7 +97,7 @@ def described(expected: Sequence[Expected], description: Description) -> str:
             ends(one.gains[BASELINE], "{:.3g}"),
             f"{one.gains[BF16].typical:.3g}",
         ]
-        steps.append([label, amount(one.bytes), *ranged(one.exposed), *ranged(one.step), f"{100 * share:.0f} %"])
+        steps.append([label, bytes_text(one.bytes), *ranged(one.exposed), *ranged(one.step), f"{100 * share:.0f} %"])
         gains.append([label, *against, *below(one), f"{one.memory / 1e6:,.0f}"])
         qualities.append([label, known(one.cell, quality)])
     lines = [fill(f"{one.cell.label}: {line_of(one.cell)}", WIDTH, subsequent_indent="    ") for one in ranked]
@@ -143,9 +143,12 @@ def duration(seconds: float) -> str:
     return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{float(f'{seconds:.3g}'):,g} s"
 
 
-def amount(nbytes: float) -> str:
+def bytes_text(nbytes: float) -> str:
     """Bytes with three digits."""
-    return f"{nbytes / 1e6:,.3g} MB" if nbytes < 999.5e6 else f"{nbytes / 1e9:,.3g} GB"
+    for unit, size in (("kB", 1e3), ("MB", 1e6)):
+        if nbytes < 999.5 * size:
+            return f"{nbytes / size:,.3g} {unit}"
+    return f"{nbytes / 1e9:,.3g} GB"
 
 
 def count(number: float) -> str:
