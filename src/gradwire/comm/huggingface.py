@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
+import inspect
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from types import FrameType
 from typing import Any
 from weakref import ref
 
@@ -82,7 +81,7 @@ class CompressedGradients(TrainerCallback):
 
 def trainer_of(callback: TrainerCallback) -> Trainer:
     """Return the Trainer that is calling a callback: transformers hands callbacks the model before it was wrapped."""
-    frame: FrameType | None = sys._getframe()
+    frame = inspect.currentframe()
     while frame is not None:
         for value in frame.f_locals.values():
             if isinstance(value, Trainer) and callback in value.callback_handler.callbacks:
