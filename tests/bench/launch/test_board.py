@@ -21,7 +21,7 @@ from gradwire import cli
 
 ROOT = Path(__file__).parents[3]
 TRAIN = "--data_path corpus.json --cache_dir tokens --max_length 32 --output_dir run --model micro --vocab_size 290"
-TRAIN += " --batch_size 2 --steps 100000 --device cpu --no-profile --log tensorboard --eval_every 0"
+TRAIN += " --batch_size 2 --steps 100000 --device cpu --no-profile --eval_every 0"
 
 
 def test_tensorboard_in_a_simulated_network_is_refused(tmp_path, capsys):
