@@ -158,14 +158,42 @@ def test_files_of_rates(tmp_path):
     read = rates.rates_of(str(tmp_path / "codecs.json"), [])
     assert read.of("int8", {"num_bits": 4, "block": 64}) == Rate(1e-4, 2.5e-4)
     assert read.of("int8", {}) is None
-    (tmp_path / "codecs.json").write_text(json.dumps(found | {"schema_version": 2}))
-    with pytest.raises(BadInput, match="schema version 3"):
-        rates.rates_of(str(tmp_path / "codecs.json"), [])
     row = {"name": "int4 alone", "ms": 9.0, "host_ms": 3.0, "kernels_ms": 8.0}
     (tmp_path / "reduction.json").write_text(json.dumps({"part": "reduction", "rows": [row, {"name": "step, int4"}]}))
     read = rates.rates_of(str(tmp_path / "reduction.json"), [])
     element = 8e-3 / NUMEL_62M / 4
     assert (read.kind, read.of("int8", {"num_bits": 4})) == ("cuda", Rate(element, element, 3e-3 / TENSORS_62M))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {},
+        {"schema_version": 2},
+        {"schema_version": 3},
+        {"schema_version": 3, "environment": {"device": "a core", "kind": "cpu"}, "shape": [4, 5], "records": []},
+        {"part": "reduction"},
+        {"part": "reduction", "rows": []},
+        {"part": "reduction", "rows": [{"name": "int8 alone"}]},
+    ],
+)
+def test_a_file_without_rates(content, tmp_path):
+    (tmp_path / "rates.json").write_text(json.dumps(content))
+    with pytest.raises(BadInput, match=r"--device .*rates\.json: it is no file of .* schema version 3"):
+        rates.rates_of(str(tmp_path / "rates.json"), [])
+
+
+def test_codecs_are_timed_once_each_and_kept(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(rates, "NUMEL", {"cpu": 2**14})
+    monkeypatch.setattr(rates, "SECONDS", 1e-4)
+    asked = [("powersgd", {"rank": 3}), ("sketch", {}), ("powersgd", {"rank": 3})]
+    first = rates.rates_of("cpu", asked)
+    assert "timing 2 codecs" in capsys.readouterr().err
+    assert [(method, options) for method, options, _ in first.known] == [("powersgd", {"rank": 3}), ("sketch", {})]
+    assert all(second > 0 for _, _, rate in first.known for second in rate)
+    assert rates.rates_of("cpu", asked[::-1]) == first, "which is kept, whatever the order"
+    assert capsys.readouterr().err == ""
 
 
 def test_the_nearest_record_has_the_most_seeds():

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -19,7 +21,7 @@ from gradwire.bench.codecs.bench import SCHEMA_VERSION, describe, measure
 
 NUMEL = {"cpu": 2**20, "cuda": 2**26}
 SMALL = 2**8  # elements of a tensor that costs its call and nothing else
-SECONDS = 0.05  # of each measurement
+SECONDS = 0.02  # of each measurement
 RECORDED = Path(__file__).with_name("h200.json")
 NUMEL_62M, TENSORS_62M = 62_007_040, 148  # of what benchmarks/gpu reduces: the preset 62m
 ALONE = " alone"  # ends the name of a reduction by itself, not in a step
@@ -57,12 +59,10 @@ class Rates(NamedTuple):
 
     def of(self, method: str, options: Options) -> Rate | None:
         """The rate of a method; of those that the device has without some of the options, that with the most."""
-        alike = [
-            (len(given), rate)
-            for name, given, rate in self.known
-            if name == method and given.items() <= options.items()
-        ]
-        return max(alike, key=lambda of: of[0])[1] if alike else None
+        alike = {
+            len(given): rate for name, given, rate in self.known if name == method and given.items() <= options.items()
+        }
+        return alike[max(alike)] if alike else None
 
 
 def rates_of(device: str, codecs: Iterable[tuple[str, Options]]) -> Rates:
@@ -73,7 +73,7 @@ def rates_of(device: str, codecs: Iterable[tuple[str, Options]]) -> Rates:
         codecs: The methods with their options, for what is measured.
 
     Raises:
-        BadInput: If the file cannot be read, or is of another version.
+        BadInput: If the file cannot be read or has no rates, or a codec cannot be measured.
     """
     import torch
 
@@ -87,15 +87,22 @@ def measured(device: Any, codecs: Iterable[tuple[str, Options]]) -> Rates:
     from gradwire.bench.codecs.cases import Case
     from gradwire.comm.compressors import registry
 
-    cases = [Case(name, registry.build(name, **options), dict(options)) for name, options in codecs]
+    cases = {
+        digest([name, options]): Case(name, registry.build(name, **options), dict(options)) for name, options in codecs
+    }
     machine = describe(device)
-    key = digest([machine, [(case.name, case.options) for case in cases], NUMEL, SECONDS])
-    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "gradwire" / f"codecs-{key}.json"
+    key = digest([machine, sorted(cases), NUMEL, SECONDS])
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gradwire" / f"codecs-{key}.json"
     if not cache.is_file():
-        found, small = (measure(cases, device, numel, SECONDS) for numel in (NUMEL[device.type], SMALL))
-        for record, of in zip(found["records"], small["records"], strict=True):
-            record["tensor_ms"] = [sum(map(median, (of["encode_ms"], of["decode_ms"])))]
-        write_json(cache, found)
+        print(
+            f"gradwire predict: timing {len(cases)} codecs here, once (kernels compile first): {cache}", file=sys.stderr
+        )
+        large, small = (measure([*cases.values()], device, numel, SECONDS) for numel in (NUMEL[device.type], SMALL))
+        for record, per_call in zip(large["records"], small["records"], strict=True):
+            if error := record["error"] or per_call["error"]:
+                raise BadInput(f"{record['method']} cannot be timed here ({error}): leave it out by --cells.")
+            record["tensor_ms"] = [sum(map(median, (per_call["encode_ms"], per_call["decode_ms"])))]
+        write_json(cache, large)
     return read(cache, f"{machine['device']}, measured here")
 
 
@@ -103,28 +110,29 @@ def read(path: Path, device: str | None = None) -> Rates:
     """Read a file of rates.
 
     Raises:
-        BadInput: If it cannot be read, or is of another version.
+        BadInput: If it cannot be read, is of another version or has no rates.
     """
-    found = read_object(path)
-    if found.get("part") == "reduction":
-        device = device or found.get("card", str(path))
-        return Rates(device, "cuda", [reduction_rate(row) for row in found["rows"] if row["name"].endswith(ALONE)])
-    if found.get("schema_version") != SCHEMA_VERSION:
-        raise BadInput(
-            f"--device {path}: it is no file of `gradwire bench compressors --json` with schema version "
-            f"{SCHEMA_VERSION}, nor reduction.json of benchmarks/gpu: measure again, or give cpu or cuda."
-        )
-    numel = math.prod(found["shape"])
-    records = [record for record in found["records"] if not record["error"]]
-    times = [
-        [1e-3 * median(record.get(f"{of}_ms", [0])) for of in ("encode", "decode", "tensor")] for record in records
-    ]
-    known = [
-        (record["method"], record["options"], Rate(encode / numel, decode / numel, tensor))
-        for record, (encode, decode, tensor) in zip(records, times, strict=True)
-    ]
-    environment = found["environment"]
-    return Rates(device or f"{environment['device']} ({path})", environment["kind"], known)
+    content = read_object(path)
+    with suppress(ArithmeticError, AttributeError, LookupError, TypeError, ValueError):  # of another form
+        if content.get("part") == "reduction":
+            known = [reduction_rate(row) for row in content["rows"] if row["name"].endswith(ALONE)]
+            kind, name = "cuda", content.get("card", str(path))
+        else:
+            numel = math.prod(content["shape"]) if content["schema_version"] == SCHEMA_VERSION else 0
+            known = [codec_rate(record, numel) for record in content["records"] if not record["error"]]
+            kind, name = content["environment"]["kind"], f"{content['environment']['device']} ({path})"
+        if known and kind in NUMEL:
+            return Rates(device or name, kind, known)
+    raise BadInput(
+        f"--device {path}: it is no file of `gradwire bench compressors --json` with schema version "
+        f"{SCHEMA_VERSION}, nor reduction.json of benchmarks/gpu: measure again, or give cpu or cuda."
+    )
+
+
+def codec_rate(record: Mapping[str, Any], numel: int) -> tuple[str, Options, Rate]:
+    """The rate of a codec that was timed on a tensor of ``numel`` elements."""
+    encode, decode, tensor = (1e-3 * median(record.get(f"{call}_ms", [0])) for call in ("encode", "decode", "tensor"))
+    return record["method"], record["options"], Rate(encode / numel, decode / numel, tensor)
 
 
 def reduction_rate(row: Mapping[str, Any]) -> tuple[str, Options, Rate]:
