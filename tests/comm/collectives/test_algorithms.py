@@ -8,6 +8,7 @@ Of `comm/closed_forms.py`.
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 import pytest
 import torch
@@ -17,7 +18,10 @@ from test_reducer import CUTS, SHAPES, buffer, gradients
 from gradwire.base.errors import RunFault
 from gradwire.comm.closed_forms import raw_bytes
 from gradwire.comm.collectives import Exempt, Layout, Reducer
-from gradwire.comm.collectives.reducer import payload
+from gradwire.comm.collectives.algorithms import ALGORITHMS, Ranks
+from gradwire.comm.collectives.codec import Codec
+from gradwire.comm.collectives.meter import Meter
+from gradwire.comm.collectives.reducer import check_options, payload
 from gradwire.comm.compressors import build
 
 BIG = [("matrix", (24, 20)), ("bias", (7,)), ("wide", (3, 130)), ("cube", (4, 5, 6)), ("long", (700,))]
@@ -191,9 +195,9 @@ def test_a_methods_first_steps_follow_the_dense_ones(turns):
     assert sent[0] == sent[dense] > sent[dense + 2]
 
 
-@pytest.mark.parametrize(("kind", "passes"), [("reduce_scatter", 1), ("all_reduce", 2)])
-@pytest.mark.parametrize("algorithm", ["exchange", "native"])
-def test_the_bytes_of_float32_values_are_counted(turns, kind, passes, algorithm):
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("algorithm", ["exchange", "gather", "native"])
+def test_the_bytes_of_float32_values_are_counted(turns, kind, algorithm):
     """After a step of float32 rank-1 factors replace the matrices that they shorten; the biases are exempt."""
     options = {"algorithm": algorithm, "exempt": Exempt(max_ndim=1), "dense_steps": 1}
     results = turns(3).run(reduced, BIG, "dim0", kind, "powersgd", {"rank": 1}, options, 2)
@@ -202,9 +206,11 @@ def test_the_bytes_of_float32_values_are_counted(turns, kind, passes, algorithm)
     shards = [form for shard in Layout.dim0(BIG, 3).shards for form in [shard.form] if len(form) > 1]
     small = [form for form in shards if sum(form) >= math.prod(form)]
     float32 = numel + vectors + (0 if algorithm == "native" else sum(map(math.prod, small)))
+    passes = 3 if algorithm == "gather" else 1 + KINDS.index(kind)
     assert sum(rank["exact"] for rank in traffic) == passes * 2 * 4 * float32
     for rank in traffic:
-        assert rank["exact"] < rank["sent"] < rank["raw"] and rank["ratio"] == rank["raw"] / rank["sent"]
+        assert rank["exact"] < rank["sent"] and rank["ratio"] == rank["raw"] / rank["sent"]
+        assert algorithm == "gather" or rank["sent"] < rank["raw"]  # three ranks send each other all of it
         assert rank["messages"] == sum(cost["calls"] for cost in rank.details["by_op"].values()) > 0
         assert {*rank} == {"sent", "raw", "ratio", "messages", "exact"} and not rank.details.keys() & rank.keys()
 
@@ -363,3 +369,33 @@ def test_parameters_that_are_reduced_at_once_have_the_means_of_each_alone(turns,
 )
 def test_bytes_are_known_without_ranks(compressor, kind, options, expected):
     assert payload(compressor, {(30, 7): 1, (11,): 2}, kind, 4, **options) == expected
+
+
+@pytest.mark.parametrize("world", [2, 3, 5])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("compressor", "options"),
+    [
+        ("topk+int8", {"algorithm": "exchange", "exempt": Exempt(max_ndim=1)}),
+        ("int8", {"algorithm": "exchange", "granularity": "row", "second": "float32"}),
+        ("int8", {"algorithm": "gather"}),
+        ("powersgd", {"algorithm": "native"}),
+        ({"method": "signsgd", "scale": "none"}, {"algorithm": "native", "exempt": Exempt(max_ndim=1)}),
+        ("threshold", {"algorithm": "exchange"}),
+        ("threshold", {"algorithm": "gather"}),
+    ],
+    ids=str,
+)
+def test_the_bytes_of_all_ranks_are_the_sum_of_each_ranks(compressor, options, kind, world):
+    """The last of three ranks has a shorter shard of the matrix, and the last of five none of the bias."""
+    schedule, checked = check_options(compressor, **options)
+    codec = Codec(schedule, checked, counts=Counter(), seed=0, rank=0, draws=0)
+    forms = [ALGORITHMS[checked.algorithm](codec, Ranks(world, rank, Meter())) for rank in range(world)]
+    for cut in CUTS.values():
+        layout = cut(SHAPES, world)
+        each = [form.closed_form(layout, kind) for form in forms]
+        totals = {form.closed_total(layout, kind) for form in forms}
+        if compressor == "threshold":
+            assert {*each} == totals == {None}
+        else:
+            assert totals == {sum(each)} and sum(each) > 0
