@@ -116,7 +116,8 @@ def test_a_flag_may_have_dashes_or_underscores(word, form):
         ("run --dry-runs", "gradwire run: unknown argument '--dry-runs'. Did you mean '--dry_run'"),
         ("run --core=2", "gradwire run: unknown argument '--core'. Did you mean '--cores'"),
         ("train --data_path a --output_dir b --stepz 3", "unknown argument '--stepz'. Did you mean '--steps'"),
-        ("train --stepz 3", "gradwire train: the following arguments are required: --data_path, --output_dir. See"),
+        ("train --stepz 3", "gradwire train: unknown argument '--stepz'. Did you mean '--steps'"),
+        ("train --steps 3", "gradwire train: the following arguments are required: --data_path, --output_dir. See"),
     ],
 )
 def test_bad_arguments_are_answered_in_one_line(probe, words, said, capsys):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import os
 import re
 from collections.abc import Sequence
@@ -43,12 +44,20 @@ class Parser(argparse.ArgumentParser):
         Raises:
             BadInput: If one is unknown, invalid or missing.
         """
-        parsed, left = self.parse_known_args([*map(self._spelled, args)], namespace)
+        words = [*map(self._spelled, args)]
+        left = self._unknown_flags(words)  # named before what is missing, as the one is often the other, misspelt
+        if not left:
+            namespace, left = self.parse_known_args(words, namespace)
         if left:
             word = next((word for word in left if word.startswith("-")), left[0]).partition("=")[0]
             flags = [flag for flag, action in self._option_string_actions.items() if action.help != argparse.SUPPRESS]
             self.error(f"unknown argument {word!r}.{did_you_mean(word, flags)}")
-        return parsed
+        return namespace
+
+    def _unknown_flags(self, words: Sequence[str]) -> list[str]:
+        """The flags before ``--`` that this command does not have."""
+        flags = [word for word in itertools.takewhile("--".__ne__, words) if word.startswith("--") and " " not in word]
+        return [flag for flag in flags if flag.partition("=")[0] not in self._option_string_actions]
 
     def _spelled(self, word: str) -> str:
         """Return ``--dry_run`` for ``--dry-run``."""
