@@ -89,7 +89,8 @@ def test_a_mistake_is_answered_in_one_line(line, tmp_path, monkeypatch, capsys):
     Path("experiment.yaml").write_text(yaml.safe_dump(left) + line)
     assert cli.main(["run"]) == 2
     printed = capsys.readouterr().err
-    assert printed.startswith("gradwire run: ") and MISTAKES[line] in printed and printed.count("\n") == 1
+    assert printed.startswith("gradwire run: experiment.yaml: ") and printed.count("\n") == 1
+    assert MISTAKES[line] in printed
     assert [path.name for path in tmp_path.iterdir()] == ["experiment.yaml"]
     check_shown(line, printed)
 

@@ -26,7 +26,7 @@ from gradwire.base.flags import Positional, Short
 from gradwire.base.parent_watch import PARENT
 from gradwire.base.strict import Strict
 from gradwire.bench.config import Run
-from gradwire.bench.config.file import check, read
+from gradwire.bench.config.file import Experiment, check, read
 from gradwire.bench.report.rows.record import read_results
 from gradwire.bench.report.rows.runs import unusable
 from gradwire.bench.report.rows.status import State, look, remaining
@@ -65,7 +65,7 @@ def main(options: Options) -> None:
         RunFault: If a job failed otherwise, or a run has no result.
         Stopped: If a signal stopped it.
     """
-    experiment = check(read(options.file))
+    experiment = experiment_in(options.file)
     experiment.dataset.built.content()  # reads a local source: an empty folder is refused before Snakemake starts
     require("gradwire run", "snakemake", "snakemake_interface_logger_plugins")
     words = words_of(options)
@@ -88,6 +88,19 @@ def main(options: Options) -> None:
 
         print(f"\n{terminal(Results.read(results))}")
         check_results(results)
+
+
+def experiment_in(file: Path) -> Experiment:
+    """The checked experiment of a file.
+
+    Raises:
+        BadInput: With the file's name, if it is invalid.
+    """
+    mapping = read(file)
+    try:
+        return check(mapping)
+    except BadInput as error:
+        raise BadInput(f"{file}: {str(error).removeprefix('configuration: ')}") from None
 
 
 def move_aside(results: Path) -> None:
