@@ -35,6 +35,7 @@ CELLS_OF_OVERLAP: dict[str, dict[str, Any]] = {
     "int4": {"method": "int8", "num_bits": 4, "block": 64},
     "onebit_adam": {"method": "onebit", "comm_optimizer": "onebit_adam", "dense_steps": 3},
 }
+BEFORE = ", before"  # the earlier of overlap.csv's two days
 CLOSE = 1.05  # the measured step of the predicted first place over that of the measured one
 
 # benchmarks/fsdp.md: mean steps of the seeds, in ms. Two flat ranks, whose float32 step without a link is that of
@@ -120,7 +121,7 @@ def of_overlap() -> list[Recorded]:
         cell = {} if row["cell"] == "float32" else CELLS_OF_OVERLAP.get(row["cell"], {})
         label = {"float32": "none", "none": "exchange"}.get(row["cell"], row["cell"])
         cell = {"method": "none", **cell} if label in ("none", "exchange") else cell
-        source = "overlap.csv" + ", before" * row["measured"].startswith("before")
+        source = "overlap.csv" + BEFORE * row["measured"].startswith("before")
         compute = float(alone[row["strategy"]]["step"]) / 1e3
         cells.append(Recorded(source, row["strategy"], 2, row["link"], label, cell, compute, float(row["step"]) / 1e3))
     return cells
@@ -151,7 +152,8 @@ def main() -> None:
     lines = []
     for cell, (typical, *ends) in zip(cells, steps, strict=True):
         error, inside = typical / cell.step - 1, min(ends) <= cell.step <= max(ends)
-        for source in (cell.source, "all but overlap.csv" if "overlap" not in cell.source else "overlap.csv, both"):
+        file = cell.source.removesuffix(BEFORE)
+        for source in (file, "all but overlap.csv") if file != "overlap.csv" else (file,):
             by_source[source].append((error, inside))
         places[cell.source, cell.strategy, cell.world, cell.link].append((typical, cell.step))
         shown = [f"{1e3 * seconds:,.0f}" for seconds in (cell.step, typical, *ends)]
@@ -164,15 +166,9 @@ def main() -> None:
     rows = []
     for source, errors in by_source.items():
         sizes = sorted(abs(error) for error, _ in errors)
-        shares = [100 * sum(size <= limit for size in sizes) / len(sizes) for limit in (0.1, 0.25)]
-        within = 100 * sum(inside for _, inside in errors) / len(errors)
-        rows.append(
-            [
-                source,
-                str(len(sizes)),
-                *(f"{value:.0f} %" for value in (100 * median(sizes), 100 * sizes[-1], *shares, within)),
-            ]
-        )
+        within = [sum(size <= limit for size in sizes) / len(sizes) for limit in (0.1, 0.25)]
+        shares = [median(sizes), sizes[-1], *within, sum(inside for _, inside in errors) / len(errors)]
+        rows.append([source, str(len(sizes)), *(f"{100 * share:.0f} %" for share in shares)])
     print(markdown(rows, ["source", "cells", "median", "worst", "within 10 %", "within 25 %", "in the range"]))
     several = {place: pairs for place, pairs in places.items() if len(pairs) > 1}
     regrets = {place: min(pairs)[1] / min(step for _, step in pairs) for place, pairs in several.items()}
