@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 MOST = 4096
 NVLINK = "3.6tbit"  # of an H100 in each direction
-WORDS = {"nvlink": NVLINK}
 PARAMETERS = Number(float, 1, 1e13)
 MILLISECONDS = Number(float, 0, 1e9, above=True)
 NEAR = 0.02  # of the number of parameters: a model is called by a rounded one
@@ -256,7 +255,7 @@ def place_of(options: Options) -> Place:
     islands = NO_ISLANDS
     if options.islands > 1:
         check_islands(options.world_size, options.islands)
-        inside = WORDS.get(options.inside, options.inside)
+        inside = NVLINK if options.inside == "nvlink" else options.inside
         rate = math.inf if inside == UNSHAPED else bits_per_second(inside)
         islands = Islands(options.islands, rate, seconds(options.latency_inside or options.latency))
     elif (options.inside, options.latency_inside) != (UNSHAPED, None):

@@ -181,7 +181,7 @@ class Assumed(Model):
             return [flat]
         others = (peers if peers > 1 else world) - 1
         sends = [leg.sends._replace(messages=-(-leg.sends.messages // others)) for leg in flat.legs]
-        return [flat._replace(legs=tuple(leg._replace(sends=of) for leg, of in zip(flat.legs, sends, strict=True)))]
+        return [flat._replace(legs=tuple(leg._replace(sends=sent) for leg, sent in zip(flat.legs, sends, strict=True)))]
 
     def gathers(self, parameters: Flow, measured: int, world: int, islands: int) -> list[Algorithm]:
         """The flat collective."""
@@ -219,7 +219,7 @@ class Description:
         return self.place.islands.number if self.strategy == "hsdp" else 1
 
     def expect(self, cells: Sequence[Cell], baselines: Sequence[Cell]) -> list[Expected]:
-        """Predict cells, and how they compare with baselines.
+        """Predict cells, fastest first, and how they compare with baselines.
 
         Raises:
             BadInput: If the bytes of a cell depend on the data, or the device has no rate of its method.
@@ -235,7 +235,7 @@ class Description:
         at_rates = (place.world, place.latency, place.islands)
         curves = {label: [model.fastest(key, *at_rates) for model in models] for label, key in keys.items()}
         rests = {label: [model.by_label[key][0].rest for model in models] for label, key in keys.items()}
-        return [
+        expected = [
             Expected(
                 cell,
                 traffic[cell.label].bytes,
@@ -247,6 +247,7 @@ class Description:
             )
             for cell in cells
         ]
+        return sorted(expected, key=lambda row: row.step.typical)
 
     def measurement(self, cell: Cell, traffic: Traffic, assumed: Constants) -> Measurement:
         """A cell as if it were measured on a link without a limit, where computation hides all that it can."""

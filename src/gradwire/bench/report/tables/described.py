@@ -74,57 +74,47 @@ def nearest(cell: Cell, parameters: float, world: int, known: Sequence[Evidence]
     return min(alike, key=lambda record: (record.distance(parameters, world), -record.seeds), default=None)
 
 
+def qualities(expected: Sequence[Expected], description: Description) -> dict[str, Evidence | None]:
+    """The nearest record of each cell, by label."""
+    known, numel, world = evidence(), description.numel, description.place.world
+    return {row.cell.label: nearest(row.cell, numel, world, known) for row in expected}
+
+
 def described(expected: Sequence[Expected], description: Description) -> str:
-    """Format predictions as Markdown, fastest first."""
-    ranked = sorted(expected, key=lambda one: one.step.typical)
-    records = evidence()
-    numel, world = description.numel, description.place.world
-    quality = {one.cell.label: nearest(one.cell, numel, world, records) for one in ranked}
-    within = [label for label, record in quality.items() if record and record.percent[0] <= TOLERANCE]
-    first = f"Fastest: `{ranked[0].cell.label}`"
+    """Format predictions as Markdown."""
+    quality, numel = qualities(expected, description), description.numel
+    known = {label: record for label, record in quality.items() if record}
+    within = [label for label, record in known.items() if record.percent[0] <= TOLERANCE]
+    first = f"Fastest: `{expected[0].cell.label}`"
     first += f"; with at most {TOLERANCE:g} % more perplexity in its nearest record: `{within[0]}`." if within else "."
-    near = [
-        record
-        for record in quality.values()
-        if record and max(record.parameters / numel, numel / record.parameters) <= FAR
-    ]
+    near = any(max(record.parameters / numel, numel / record.parameters) <= FAR for record in known.values())
     size = "" if near else f"\nNone of these records is within {FAR} times of this model's size."
-    steps, gains, qualities = list[list[str]](), list[list[str]](), list[list[str]]()
-    for one in ranked:
-        label, share = one.cell.label, description.compute / one.step.typical
-        against = [
-            f"{one.gains[BASELINE].typical:.3g}",
-            ends(one.gains[BASELINE], "{:.3g}"),
-            f"{one.gains[BF16].typical:.3g}",
-        ]
-        steps.append([label, bytes_text(one.bytes), *ranged(one.exposed), *ranged(one.step), f"{100 * share:.0f} %"])
-        gains.append([label, *against, *below(one), f"{one.memory / 1e6:,.0f}"])
-        qualities.append([label, known(one.cell, quality)])
-    lines = [fill(f"{one.cell.label}: {line_of(one.cell)}", WIDTH, subsequent_indent="    ") for one in ranked]
+    steps, gains, records, lines = list[list[str]](), list[list[str]](), list[list[str]](), list[str]()
+    for row in expected:
+        label, none, below = row.cell.label, row.gains[BASELINE], row.below[BASELINE]
+        pays, record = (
+            [crossover_text(below.typical), interval_text(below.low, below.high)],
+            str(quality[label] or "none"),
+        )
+        if label == BASELINE:
+            pays, record = [MISSING, MISSING], MISSING
+        share = f"{100 * description.compute / row.step.typical:.0f} %"
+        against = [f"{none.typical:.3g}", ends(none, "{:.3g}"), f"{row.gains[BF16].typical:.3g}"]
+        steps.append([label, bytes_text(row.bytes), *ranged(row.exposed), *ranged(row.step), share])
+        gains.append([label, *against, *pays, f"{row.memory / 1e6:,.0f}"])
+        records.append([label, record])
+        lines.append(fill(f"{label}: {line_of(row.cell)}", WIDTH, subsequent_indent="    "))
     parts = [
         f"Ceiling: the {duration(description.compute)} that a step computes. Codecs: {description.rates.device}.",
         fill(first, WIDTH),
         markdown(steps, ["method", "sent", "exposed", "range", "step", "range", "ceiling"]),
         markdown(gains, ["method", "× none", "range", "× bf16", "pays below", "range", "MB"]),
         UNKNOWN,
-        markdown(qualities, ["method", "perplexity, nearest record"], left=(0, 1)),
+        markdown(records, ["method", "perplexity, nearest record"], left=(0, 1)),
         f"Perplexity: percent above the same optimizer in every step.{size}",
         "\n".join(["```text", *lines, "```"]),
     ]
     return "\n\n".join(parts)
-
-
-def known(cell: Cell, quality: Mapping[str, Evidence | None]) -> str:
-    """The known quality of a cell; a dash for the baseline."""
-    return MISSING if cell.label == BASELINE else str(quality[cell.label] or "none")
-
-
-def below(one: Expected) -> list[str]:
-    """The rate below which a step is shorter than the baseline's, and its range."""
-    if one.cell.label == BASELINE:
-        return [MISSING, MISSING]
-    rate = one.below[BASELINE]
-    return [crossover_text(rate.typical), interval_text(rate.low, rate.high)]
 
 
 def ranged(time: Range) -> list[str]:
@@ -176,31 +166,28 @@ def text_of(value: Any) -> str:
 
 def records_of(expected: Sequence[Expected], description: Description) -> list[dict[str, Any]]:
     """The predictions for JSON and for a frame; times are in milliseconds, rates in bits per second."""
-    known = evidence()
-    ranked = sorted(expected, key=lambda one: one.step.typical)
+    quality = qualities(expected, description)
     table = []
-    for one in ranked:
-        record: dict[str, Any] = {"compressor": one.cell.label, "bytes": one.bytes}
+    for row in expected:
+        record: dict[str, Any] = {"compressor": row.cell.label, "bytes": row.bytes}
         ranges = {
-            "exposed_ms": one.exposed,
-            "step_ms": one.step,
-            "times_none": one.gains[BASELINE],
-            "times_bf16": one.gains[BF16],
+            "exposed_ms": row.exposed,
+            "step_ms": row.step,
+            "times_none": row.gains[BASELINE],
+            "times_bf16": row.gains[BF16],
+            "pays_below": row.below[BASELINE],
         }
-        ranges["pays_below"] = one.below[BASELINE]
         for name, value in ranges.items():
             scale = 1e3 if name.endswith("_ms") else 1
-            record |= {
-                name: scale * value.typical,
-                f"{name}_low": scale * value.low,
-                f"{name}_high": scale * value.high,
+            record |= {name + end: scale * number for end, number in zip(("", "_low", "_high"), value, strict=True)}
+        nearest_record = quality[row.cell.label]
+        table.append(
+            record
+            | {
+                "share_of_ceiling": description.compute / row.step.typical,
+                "memory_bytes": row.memory,
+                "perplexity": str(nearest_record) if nearest_record else None,
+                "line": line_of(row.cell),
             }
-        quality = nearest(one.cell, description.numel, description.place.world, known)
-        record |= {
-            "share_of_ceiling": description.compute / one.step.typical,
-            "memory_bytes": one.memory,
-            "perplexity": str(quality) if quality else None,
-            "line": line_of(one.cell),
-        }
-        table.append(record)
+        )
     return table

@@ -28,7 +28,6 @@ from gradwire.bench.statistics.cost_model import (
 from gradwire.comm.topology import link_rate, sharded_islands
 
 BASELINES = (BASELINE, BF16)
-MOST = 4096
 LIMITS = (1, 5, 20)  # percent above the perplexity of the same optimizer in every step
 TARGET = "ppl "  # what the goal of a target begins with
 RESAMPLES = 200
