@@ -96,7 +96,7 @@ def test_the_pair_trains_as_wrap_does_on_every_rank(world, kind):
 
 
 def stepped(rank, world, group, registered: bool) -> list[str]:
-    """The warnings of two steps of a model whose pair is registered, or dropped as Lightning does on a CPU."""
+    """The warnings of a step without gradients and two with, of a registered pair, or one dropped as by Lightning."""
     model = model_of()
     pair, wrapped = comm_hook(model, "int8"), DistributedDataParallel(model)
     if registered:
@@ -104,6 +104,7 @@ def stepped(rank, world, group, registered: bool) -> list[str]:
     optimizers = [torch.optim.SGD(nn.Linear(2, 3).parameters()), torch.optim.SGD(model.parameters(), lr=0.1)]
     with warnings.catch_warnings(record=True) as noted:
         warnings.simplefilter("always")
+        optimizers[1].step()  # as of several models, of which this one is not trained yet
         for step in range(2):
             wrapped(batch_of(rank, step)).square().sum().backward()
             for optimizer in optimizers:

@@ -57,8 +57,8 @@ class CommHookState(Attached):
         weakref.finalize(self, hook.remove)
 
     def _stepped(self, optimizer: Optimizer, *_: object) -> None:
-        """Warn, once, if an optimizer of the model steps and no gradient came here."""
-        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        """Warn, once, if an optimizer steps with gradients of the model and none came here."""
+        parameters = (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
         if not self._awaited or not any(id(parameter) in self._names for parameter in parameters):
             return
         self._awaited = False
