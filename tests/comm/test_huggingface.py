@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from contextlib import contextmanager
 from copy import deepcopy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -148,3 +149,5 @@ def test_a_callback_that_cannot_work_is_refused():
         CompressedGradients("int8", nonfinite="skip")
     with pytest.raises(BadInput, match="'int8'"):
         CompressedGradients("int9")
+    with pytest.raises(BadInput, match=r"for Trainer's callbacks: Trainer\(..., callbacks=\[...\]\)"):
+        CompressedGradients("int8").on_train_begin(SimpleNamespace(world_size=2), None, None)
