@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, ShardingStrategy, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 from gradwire import comm_hook, compress_gradients
@@ -588,6 +589,12 @@ def test_a_reducer_needs_a_process_group():
         Reducer("int8")
     with pytest.raises(BadInput, match=r"gradwire.comm.parallel.wrap needs a process group"):
         wrap(blocks(), "naive")
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        with pytest.raises(BadInput, match=r"a Reducer needs ranks, and torch's backend 'fake' has none"):
+            compress_gradients(DistributedDataParallel(blocks()), "int8")
+    finally:
+        dist.destroy_process_group()
 
 
 # --- types ---

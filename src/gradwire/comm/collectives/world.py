@@ -208,19 +208,21 @@ def host_store(address: str, port: int) -> dist.TCPStore:
 
 
 def check_initialized(what: str) -> None:
-    """Check that there is a process group.
+    """Check that there is a process group, and that it communicates.
 
     Args:
         what: The message's subject, with its article.
 
     Raises:
-        BadInput: If there is none.
+        BadInput: If there is none, or it is of torch's backend ``fake``.
     """
     if not dist.is_initialized():
         raise BadInput(
             f"{what} needs a process group: call torch.distributed.init_process_group first, in a script that torchrun "
             f"starts."
         )
+    if dist.get_backend() == "fake":
+        raise BadInput(f"{what} needs ranks, and torch's backend 'fake' has none: initialize gloo or nccl.")
 
 
 BEATS = 10  # heartbeats per timeout
