@@ -11,6 +11,7 @@ import torch
 from data_samples import values, write_corpus
 from world import Pool, Turns, World
 
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asking for GPUs keeps no forked rank from using them
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # for the CUDA forms; it has to be chosen before triton is imported
 
