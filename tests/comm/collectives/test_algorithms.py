@@ -15,7 +15,7 @@ import torch
 from diagonals import diagonals
 from test_reducer import CUTS, SHAPES, buffer, gradients
 
-from gradwire.base.errors import RunFault
+from gradwire.base.errors import BadInput, RunFault
 from gradwire.comm.closed_forms import raw_bytes
 from gradwire.comm.collectives import Exempt, Layout, Reducer
 from gradwire.comm.collectives.algorithms import ALGORITHMS, Ranks
@@ -358,8 +358,9 @@ def test_parameters_that_are_reduced_at_once_have_the_means_of_each_alone(turns,
 @pytest.mark.parametrize(
     ("compressor", "kind", "options", "expected"),
     [
-        # int8 of rows of 8, 8, 8 and 6 by 7, and twice 3, 3, 3 and 2: a byte each, 4 more per shard
+        # int8 of rows of 8, 8, 8 and 6 by 7, and twice 3, 3, 3 and 2: a byte each, 4 more per shard, or per row
         ("int8", "reduce_scatter", {}, ("exchange", 3 * (226 + 2 * 27))),
+        ("int8", "reduce_scatter", {"granularity": "row"}, ("exchange", 3 * (232 + 4 * 4))),
         ("int8", "all_reduce", {"algorithm": "exchange", "dense_steps": 9}, ("exchange", 2 * 3 * (226 + 2 * 27))),
         ("int8", "all_reduce", {"algorithm": "exchange", "second": "float32"}, ("exchange", 3 * (226 + 54 + 4 * 232))),
         ("int8", "all_reduce", {}, ("gather", 3 * 4 * (226 + 2 * 27))),  # so small that one message is enough
@@ -369,6 +370,11 @@ def test_parameters_that_are_reduced_at_once_have_the_means_of_each_alone(turns,
 )
 def test_bytes_are_known_without_ranks(compressor, kind, options, expected):
     assert payload(compressor, {(30, 7): 1, (11,): 2}, kind, 4, **options) == expected
+
+
+def test_bytes_of_parameters_that_are_exempt_by_name_are_refused():
+    with pytest.raises(BadInput, match="exempt has names, and bytes are predicted of shapes"):
+        payload("int8", {(30, 7): 1}, "all_reduce", 4, exempt={"names": ["*bias"]})
 
 
 @pytest.mark.parametrize("world", [2, 3, 5])

@@ -649,15 +649,20 @@ def payload(
         options: As of a `Reducer`.
 
     Raises:
-        BadInput: As `check_options`.
+        BadInput: As `check_options`, and if ``exempt`` has names.
     """
     schedule, checked = check_options(compressor, **options)
+    if checked.exempt.names:
+        raise BadInput("exempt has names, and bytes are predicted of shapes: give max_numel or max_ndim instead.")
     numel = sum(count * math.prod(shape) for shape, count in shapes.items())
     algorithm = chosen(schedule, checked, kind, numel, world)
     codec = Codec(schedule, checked, counts=Counter(), seed=0, rank=0, draws=0)
     codec.step = LATE
     forms = ALGORITHMS[algorithm](codec, Ranks(world, 0, Meter()))
-    sizes = [(count, forms.closed_total(Layout.dim0([("", shape)], world), kind)) for shape, count in shapes.items()]
+    layouts = [(count, [("", shape)]) for shape, count in shapes.items()]
+    if checked.granularity == "row":  # all parameters are encoded together
+        layouts = [(1, [(f"{shape} {i}", shape) for shape, count in shapes.items() for i in range(count)])]
+    sizes = [(count, forms.closed_total(Layout.dim0(named, world), kind)) for count, named in layouts]
     known = [count * size for count, size in sizes if size is not None]
     return Payload(algorithm, sum(known) if len(known) == len(sizes) else None)
 
