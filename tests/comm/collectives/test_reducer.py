@@ -204,6 +204,8 @@ def test_a_second_half_in_float32_sends_the_reduce_scatter_rows(turns):
     results = turns(3).run(both_kinds, "cut", "int8", STOCHASTIC, {"second": "float32"})
     assert torch.equal(results[0]["all_reduce"], torch.cat([result["reduce_scatter"] for result in results]))
     check_bytes(results, Layout.cut(SHAPES, 3), 3)
+    for kind, exact in (("reduce_scatter", 0), ("all_reduce", 2 * 4 * NUMEL)):
+        assert sum(result[f"{kind} traffic"]["exact"] for result in results) == exact
 
 
 def test_sizes_travel_only_where_they_depend_on_the_data(turns):
