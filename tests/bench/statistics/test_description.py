@@ -275,6 +275,8 @@ def test_results_without_links_describe_their_model(tmp_path, device, capsys):
     assert f"as {tmp_path / 'results.jsonl'} describes it" in said
     assert "0.5 M parameters" in said
     assert "| powersgd " in said and "| int4 " not in said, "the cells of the experiment"
+    assert main(["predict", "--results_dir", str(tmp_path), *ASKED.split(), "--strategy", "fsdp2"]) == 2
+    assert "--strategy is decided by" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -287,7 +289,9 @@ def test_results_without_links_describe_their_model(tmp_path, device, capsys):
         (f"{MODEL} --world_size 4 --bandwidth 1g", "invalid rate '1g'"),
         (f"{MODEL} --world_size 4 --bandwidth 1gbit --latency 3", "invalid time '3'"),
         (f"{MODEL} --world_size 4 --bandwidth 1gbit --islands 8", "8 islands do not divide 4 ranks"),
-        (f"{MODEL} --world_size 4 --bandwidth 1gbit --strategy hsdp", "strategy hsdp has islands: add --islands N"),
+        (f"{MODEL} --world_size 4 --bandwidth 1gbit --strategy hsdp", "strategy hsdp has islands of several ranks"),
+        (f"{MODEL} {ASKED} --strategy hsdp --islands 4", "add --islands N, below --world_size"),
+        (f"{MODEL} {ASKED} --memory", "--memory is predicted from results on links"),
         (f"{MODEL} --world_size 4 --bandwidth 1gbit --inside nvlink", "add --islands N"),
         (f"{MODEL} --model tiny --vocab_size 1024 {ASKED}", "--parameters 250000 contradicts --model tiny"),
         (f"{MODEL} {ASKED} --device absent.json", "absent.json"),

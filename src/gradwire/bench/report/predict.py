@@ -124,7 +124,11 @@ def from_results(options: Options, path: Path, place: Place) -> None:
     reasons = [unpredictable(row, options.islands) for row in results.rows]
     left_out = Counter(reason for reason in reasons if reason is not None)
     kept = [row for row, reason in zip(results.rows, reasons, strict=True) if reason is None]
-    if len(links_of(kept)) < 2 and not left_out:
+    without_links = len(links_of(kept)) < 2 and not left_out
+    for flag in ("strategy",) if without_links else ("strategy", "device", "cells"):
+        if getattr(options, flag) != Options.model_fields[flag].default:
+            raise BadInput(f"--{flag} is decided by {path}: leave it out, or describe the model without results.")
+    if without_links:
         described, cells = description_in(kept, path)
         source = f" as {path} describes it, without links of two rates to fit to"
         print_described(options.model_copy(update=described), place, cells, source)
@@ -173,8 +177,10 @@ def expected(
             "nothing to predict from: describe the model by --parameters (or --model) and --step_ms, or give the "
             "--results_dir of an experiment."
         )
-    if options.strategy == "hsdp" and options.islands == 1:
-        raise BadInput("strategy hsdp has islands: add --islands N.")
+    if options.memory:
+        raise BadInput("--memory is predicted from results on links: leave it out.")
+    if options.strategy == "hsdp" and not 1 < options.islands < place.world:
+        raise BadInput("strategy hsdp has islands of several ranks: add --islands N, below --world_size.")
     shapes, outside = shapes_of(options)
     chosen = cells_of(options, cells or CELLS)
     baselines = [Cell.parse(label, CELLS[label]) for label in (BASELINE, BF16)]
