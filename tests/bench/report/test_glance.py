@@ -74,8 +74,9 @@ def test_the_default_experiments_page_has_the_screen_that_its_records_print(tmp_
 def test_each_method_has_a_line_also_without_a_result():
     rows = made_results.rows(["none", "int8", "int4", "powersgd"], ["ddp"], [(1, "none"), (2, "none")], [0, 1, 2])
     lost = {("int4", 1): "diverged", **{("powersgd", seed): "failed" for seed in range(3)}}
+    reasons = ["out of memory", "out of memory", "disk full"]
     rows = [
-        row.model_copy(update={"status": lost.get((row.compressor, row.seed), "ok"), "reason": "out of memory"})
+        row.model_copy(update={"status": lost.get((row.compressor, row.seed), "ok"), "reason": reasons[row.seed]})
         for row in rows
         if row.world_size == 2
     ]
@@ -83,6 +84,7 @@ def test_each_method_has_a_line_also_without_a_result():
     assert verdicts(results) == {"none": "baseline", "int8": "same", "int4": "diverged", "powersgd": "failed"}
     printed = terminal(results)
     assert printed.startswith("diverged: out of memory: ddp/int4/ws2/none/seed1\nfailed: out of memory: ddp/powersgd")
+    assert "\nand 1 more reason\n" in printed
     assert glance(results).fails == [False, False, True, True]
 
 

@@ -36,7 +36,7 @@ from gradwire.attribution.persample.batch import (
     zeroed,
 )
 from gradwire.attribution.persample.layer_factors import LayerFactor, Rule, features, input_of, rule_of
-from gradwire.base.errors import BadInput, RunFault
+from gradwire.base.errors import BadInput, RunFault, listed
 from gradwire.lm.data.batches import Batch
 
 Take: TypeAlias = Callable[[str, LayerFactor, bool], None]
@@ -85,7 +85,7 @@ def backward(model: nn.Module, batch: Batch, take: Take, reduction: Reduction = 
         if watch.due.total():
             torch.autograd.grad(losses.sum(), watch.root, allow_unused=True)
     if watch.due.total():
-        raise RunFault(f"a use of {', '.join([*+watch.due][:3])} received no gradient: use --method vmap or loop.")
+        raise RunFault(f"a use of {listed([*+watch.due])} received no gradient: use --method vmap or loop.")
     return Seen(losses.detach(), [name for name in trainable(model) if name in watch.unseen])
 
 
@@ -215,7 +215,7 @@ def all_seen(seen: Seen) -> Tensor:
     """
     if seen.unseen:
         raise Unseen(
-            f"--method hooks does not see every use of {', '.join(seen.unseen[:3])}: its layer is not supported "
+            f"--method hooks does not see every use of {listed(seen.unseen)}: its layer is not supported "
             "or has an input without a batch dimension, or it is used outside its layer. Use --method vmap or loop."
         )
     return seen.losses

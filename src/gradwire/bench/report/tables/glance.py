@@ -255,7 +255,9 @@ def terminal(results: Results) -> str:
     """The experiment on one screen: what failed, the question, the answer, the table, what is not shown, the paths."""
     head = f"{question(results)} ({size(results)})"
     ended = lost(results.rows, "failed", "diverged")
-    failed = [wrapped(str(of), 2) for of in ended[:2]] + [f"and {len(ended) - 2} more reasons"] * (len(ended) > 2)
+    failed = [wrapped(str(of), 2) for of in ended[:2]] + [f"and {amount(len(ended) - 2, 'more reason')}"] * (
+        len(ended) > 2
+    )
     above = ["\n".join(failed)] * bool(failed) + [f"{wrapped(head, 2)}\n{wrapped(str(answer(results)), 2)}"]
     paths = [f"{name}: {results.results_dir / file}" for name, file in PATHS.items()]
     unshown = doubts(results)
