@@ -17,7 +17,7 @@ from torch.distributed import launch as torch_launch
 from torch.distributed.run import config_from_args
 
 from gradwire import __version__, cli
-from gradwire.base.errors import BadInput, CheckFailed, GradwireError, RunFault, Stopped
+from gradwire.base.errors import BadInput, CheckFailed, GradwireError, RunFault, Stopped, listed
 from gradwire.base.failures import RANK_FAILURES, reason, refuse_again
 from gradwire.base.strict import Strict
 from gradwire.bench.command import Command
@@ -127,6 +127,14 @@ def test_bad_arguments_are_answered_in_one_line(probe, words, said, capsys):
     name = " ".join(words.split()[: 2 if words.startswith("grads") else 1])
     assert said in printed and printed.endswith(f"See `gradwire {name} --help`.\n")
     assert printed.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [("", ""), ("abc", "a, b, c"), ("abcd", "a, b, c and 1 more"), ("abcdef", "a, b, c and 3 more")],
+)
+def test_a_list_of_names_counts_those_that_it_leaves_out(names, text):
+    assert listed([*names]) == text
 
 
 @pytest.mark.parametrize(
