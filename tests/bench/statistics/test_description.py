@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,29 @@ def test_an_exchange_by_hand():
     assert one.gains["none"].typical == pytest.approx(float32 / one.step.typical, rel=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("cell", "strategy", "encoded", "decoded"),
+    [
+        ({"method": "int8", "algorithm": "exchange"}, "ddp", 1 + 1 / 4, 2),
+        ({"method": "int8", "algorithm": "gather"}, "ddp", 1, 4),
+        ({"method": "int8"}, "fsdp2", 1, 1),
+        ({"method": "int8", "algorithm": "exchange", "error_feedback": True}, "ddp", 1 + 1 / 4, 3),
+    ],
+)
+def test_what_four_ranks_encode_and_decode(cell, strategy, encoded, decoded):
+    device = Rates("a device", "cpu", [("int8", {}, Rate(ENCODE, DECODE, 6e-5))])
+    place = replace(described_as(strategy), rates=device)
+    (row,) = place.expect([Cell.parse("cell", cell)], [])
+    coding = 1.7 * (NUMEL * (encoded * ENCODE + decoded * DECODE) + 3 * 6e-5)  # of three tensors
+    assert row.step.typical - row.exposed.typical == pytest.approx(COMPUTED + coding, rel=1e-12)
+
+
+def test_a_cast_that_the_backend_adds_up_is_encoded_and_decoded_once():
+    row = expected({"method": "bf16", "algorithm": "native"})
+    assert row.bytes == 2 * 3 * 2 * NUMEL / 4
+    assert row.step.typical - row.exposed.typical == pytest.approx(COMPUTED + 1.7 * NUMEL * (1e-8 + 5e-8), rel=1e-12)
+
+
 def test_a_break_even_rate_is_where_both_steps_are_equal():
     rates = Rates("a device", "cpu", [("int8", {}, Rate(4e-7, 6e-7))])
     cells = [Cell.parse("cell", {"method": "int8", "algorithm": "exchange"})], [Cell.parse("none", {})]
@@ -117,6 +141,9 @@ def test_sharded_parameters_are_gathered_twice_and_those_outside_blocks_once():
     differences = expected({"method": "int8", "param_compress": "int4-diff"}, strategy="fsdp2")
     assert differences.memory == 4 * NUMEL, "a replica"
     assert differences.bytes < one.bytes / 3
+    hooked = Cell.parse("cell", {"method": "int8", "param_compress": "int8"})
+    outside, inside = (replace(described_as("fsdp2"), outside=outside).gathered(hooked, 4) for outside in (22, 0))
+    assert outside.bytes / inside.bytes == pytest.approx((22 + 2 * (NUMEL - 22)) / (2 * NUMEL), rel=1e-12)
 
 
 def test_islands_reduce_shards_over_their_cable():
@@ -158,6 +185,9 @@ def test_files_of_rates(tmp_path):
     read = rates.rates_of(str(tmp_path / "codecs.json"), [])
     assert read.of("int8", {"num_bits": 4, "block": 64}) == Rate(1e-4, 2.5e-4)
     assert read.of("int8", {}) is None
+    two = read._replace(known=[*read.known, ("int8", {}, Rate(7.0, 8.0))])
+    assert two.of("int8", {"num_bits": 4, "block": 64}) == Rate(1e-4, 2.5e-4), "that of the most options"
+    assert two.of("int8", {"block": 64}) == Rate(7.0, 8.0)
     row = {"name": "int4 alone", "ms": 9.0, "host_ms": 3.0, "kernels_ms": 8.0}
     (tmp_path / "reduction.json").write_text(json.dumps({"part": "reduction", "rows": [row, {"name": "step, int4"}]}))
     read = rates.rates_of(str(tmp_path / "reduction.json"), [])
@@ -262,6 +292,12 @@ def test_the_command_prints_a_ranked_table(device, capsys):
     assert (table["step_ms_low"] <= table["step_ms"]).all() and (table["step_ms"] <= table["step_ms_high"]).all()
     none = table.set_index("compressor").loc["none"]
     assert (none["times_none"], none["line"]) == (1, "as it is")
+    assert none["step_ms"] - none["exposed_ms"] == pytest.approx(12, rel=1e-12)
+    bf16 = table.set_index("compressor").loc["bf16-native"]
+    assert list(table["times_bf16"] * table["step_ms"]) == pytest.approx([bf16["step_ms"]] * len(table), rel=1e-12)
+    known = table.set_index("compressor")["perplexity"].dropna()
+    good = [label for label, text in known.items() if float(text.split(" %")[0]) <= 1]
+    assert f"in its nearest record: `{good[0]}`." in " ".join(said.split())
     assert main(["predict", *MODEL.split(), *ASKED.split(), *device, "--json"]) == 0
     assert [one["step_ms"] for one in json.loads(capsys.readouterr().out)] == list(table["step_ms"])
 
