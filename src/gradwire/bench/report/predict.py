@@ -85,7 +85,8 @@ def predict(**flags: Any) -> pd.DataFrame:
         A frame with a row per method, fastest first: bytes that a rank sends per step, exposed communication and step
         in milliseconds, how many times shorter the step is than with float32 and bf16, the bandwidth in bit/s below
         which the method pays, each with ``_low`` and ``_high``; the share of the ceiling, bytes of residuals and
-        anchors, the perplexity of the nearest record, and the line to type.
+        anchors, the perplexity of the nearest record, and the line to type. Usual methods that the device has no rate
+        of are left out and named on stderr.
 
     Raises:
         BadInput: If a value is missing, unknown, out of range or contradicts another one.
