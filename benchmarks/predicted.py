@@ -21,7 +21,7 @@ from gradwire.bench.report.predict import Options, shapes_of
 from gradwire.bench.report.rows.record import read_results
 from gradwire.bench.report.tables.table import markdown
 from gradwire.bench.statistics.cost_model import Islands, Place
-from gradwire.bench.statistics.description import BACKENDS, CELLS, Assumed, Description
+from gradwire.bench.statistics.description import CELLS, Description, Range
 
 FOLDER = Path(__file__).parent
 RATES = read(FOLDER / "codecs-cpu.json")
@@ -83,17 +83,12 @@ class Recorded(NamedTuple):
     step: float
     islands: int = 1
 
-    def described(self) -> Description:
-        """The description."""
+    def expected(self) -> Range:
+        """Seconds of the step as predicted."""
         place = Place(self.world, bits_per_second(self.link), 0.0, Islands(self.islands))
-        return Description(*TINY, self.compute, self.strategy, place, RATES)
-
-    def steps(self) -> list[float]:
-        """Seconds of the step in the typical, the favourable and the unfavourable case."""
-        described, cell = self.described(), Cell.parse(self.label, self.cell)
-        traffic = described.traffic(cell)
-        models = [Assumed((described.measurement(cell, traffic, assumed),), assumed) for assumed in BACKENDS["cpu"]]
-        return [model.predict((self.strategy, self.label), *described.place).step for model in models]
+        description = Description(*TINY, self.compute, self.strategy, place, RATES)
+        (expected,) = description.expect([Cell.parse(self.label, self.cell)], [])
+        return expected.step
 
 
 def of_records(name: str) -> list[Recorded]:
@@ -146,17 +141,17 @@ def of_fsdp() -> list[Recorded]:
 def main() -> None:
     """Print the errors of each source, the first places, and perhaps every cell."""
     cells = [*of_overlap(), *of_records("time-to-loss"), *of_records("many-ranks-links"), *of_fsdp()]
-    steps = [cell.steps() for cell in cells]
     by_source: defaultdict[str, list[tuple[float, bool]]] = defaultdict(list)
     places: defaultdict[tuple[Any, ...], list[tuple[float, float]]] = defaultdict(list)
     lines = []
-    for cell, (typical, *ends) in zip(cells, steps, strict=True):
-        error, inside = typical / cell.step - 1, min(ends) <= cell.step <= max(ends)
+    for cell in cells:
+        typical, low, high = cell.expected()
+        error, inside = typical / cell.step - 1, low <= cell.step <= high
         file = cell.source.removesuffix(BEFORE)
         for source in (file, "all but overlap.csv") if file != "overlap.csv" else (file,):
             by_source[source].append((error, inside))
         places[cell.source, cell.strategy, cell.world, cell.link].append((typical, cell.step))
-        shown = [f"{1e3 * seconds:,.0f}" for seconds in (cell.step, typical, *ends)]
+        shown = [f"{1e3 * seconds:,.0f}" for seconds in (cell.step, typical, low, high)]
         lines.append(
             [cell.source, cell.strategy, str(cell.world), cell.link, cell.label, *shown, f"{100 * error:+.0f} %"]
         )
