@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from gradwire.base.errors import BadInput
 from gradwire.base.files import digest, read_object, write_json
+from gradwire.base.units import amount
 from gradwire.bench.codecs.bench import SCHEMA_VERSION, describe, measure
 
 NUMEL = {"cpu": 2**20, "cuda": 2**26}
@@ -95,7 +96,8 @@ def measured(device: Any, codecs: Iterable[tuple[str, Options]]) -> Rates:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gradwire" / f"codecs-{key}.json"
     if not cache.is_file():
         print(
-            f"gradwire predict: timing {len(cases)} codecs here, once (kernels compile first): {cache}", file=sys.stderr
+            f"gradwire predict: timing {amount(len(cases), 'codec')} here, once (kernels compile first): {cache}",
+            file=sys.stderr,
         )
         large, small = (measure([*cases.values()], device, numel, SECONDS) for numel in (NUMEL[device.type], SMALL))
         for record, per_call in zip(large["records"], small["records"], strict=True):
