@@ -60,9 +60,9 @@ def data_mesh(world):
     return init_device_mesh("cpu", (world,))
 
 
-def trained(model, hooked, run, steps=3, group=None):
+def trained(model, hooked, run, steps=3, group=None, overlap=True):
     """Gradients of the last of some steps, with `hook` or without it; ``run`` has a step's number."""
-    reducer = Reducer("none", group, algorithm="exchange")
+    reducer = Reducer("none", group, algorithm="exchange", overlap=overlap)
     if hooked:
         hook(model, reducer)
     for step in range(steps):
@@ -147,7 +147,7 @@ def test_a_divide_factor_under_islands(world, inside):
 # --- reductions outside of autograd, and in nested passes ---
 
 
-def pipeline(rank, world, group, schedule, count):
+def pipeline(rank, world, group, schedule, count, overlap):
     """Gradients of a stage of a pipeline of two stages, with `hook` and without it."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     data, stage_group, stage = mesh["dp"], mesh["pp"].get_group(), mesh["pp"].get_local_rank()
@@ -161,20 +161,21 @@ def pipeline(rank, world, group, schedule, count):
             x = noise(10 * step + data.get_local_rank(), 8, 9)
             made.step(x) if stage == 0 else made.step(target=x.sin())
 
-        results.append(trained(model, hooked, run, 2, data.get_group()))
+        results.append(trained(model, hooked, run, 2, data.get_group(), overlap))
     return results
 
 
 @pytest.mark.parametrize(
-    ("schedule", "count"),
+    ("schedule", "count", "overlap"),
     [
-        (Schedule1F1B, 4),
-        pytest.param(ScheduleGPipe, 4, marks=pytest.mark.sweep),
-        pytest.param(Schedule1F1B, 8, marks=pytest.mark.sweep),
+        (Schedule1F1B, 4, True),
+        pytest.param(Schedule1F1B, 4, False, marks=pytest.mark.sweep),
+        pytest.param(ScheduleGPipe, 4, True, marks=pytest.mark.sweep),
+        pytest.param(Schedule1F1B, 8, True, marks=pytest.mark.sweep),
     ],
 )
-def test_the_stages_of_a_pipeline(world, schedule, count):
-    for mine, without in world(4).run(pipeline, schedule, count):
+def test_the_stages_of_a_pipeline(world, schedule, count, overlap):
+    for mine, without in world(4).run(pipeline, schedule, count, overlap):
         assert mine
         torch.testing.assert_close(mine, without, rtol=1e-6, atol=1e-8)
 
