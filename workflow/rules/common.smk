@@ -31,6 +31,7 @@ from gradwire.base.parent_watch import PARENT
 from gradwire.base.source_digest import PACKAGE, source_digest
 from gradwire.bench.training.settings import modules
 from gradwire.bench.training.train import PRELOAD
+from gradwire.bench.workflow.dry_run import ShortDryRun
 from gradwire.bench.config.file import EXTENDS, check, merged, read
 
 
@@ -53,6 +54,11 @@ def why_left_out(run):
         no_link if NO_LINKS and run.link != "none" else None
     )
 
+
+# `-n` fits a screen; `-n -p` shows each job, and `gradwire run -n` reads the events.
+PRINTED = workflow.output_settings
+if PRINTED.dryrun and not PRINTED.printshellcmds and not PRINTED.log_handler_settings:
+    logger.addFilter(ShortDryRun())
 
 IN_IMAGE = DeploymentMethod.APPTAINER in workflow.deployment_settings.deployment_method
 

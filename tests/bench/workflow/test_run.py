@@ -348,7 +348,9 @@ def test_an_experiment_on_gpus_ends_at_once_where_there_are_none(folder, monkeyp
     done = run("--cores", "2")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done
     assert done.stderr.startswith("gradwire run: training.device is cuda and there is no GPU here: ")
-    assert run("--dry_run").returncode == 0 and not Path("results/data").exists()
+    dry = run("--dry_run")
+    assert dry.returncode == 0 and not Path("results/data").exists()
+    assert dry.stdout.endswith(" 1 report\ntrainings:\n    fsdp2, W = 2, seed 0: int8, none\n")
 
 
 @pytest.mark.full

@@ -1,6 +1,8 @@
 """The DAG on a copy of the checkout: a cell that fails, and what each change re-runs.
 
 Jobs are stubs that write what their rules declare; one experiment with real ones is part of `make test-full`.
+
+Of `workflow/dry_run.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ import pytest
 from jobs import job_table
 from snakemakes import SMALL, Checkout
 
+from gradwire.bench.config import Run
 from gradwire.bench.launch.links import probe
+from gradwire.bench.workflow.dry_run import trainings
 
 TOO_LARGE = 4000  # ranks: more than the corpus has samples, so that this run fails before any rank starts
 
@@ -81,6 +85,24 @@ def test_the_default_experiment_lists_its_jobs(checkout, tmp_path):
     of_gradients = dict.fromkeys(("grads_collect", "grads_aggregate", "grads_validate", "grads_query"), 1)
     once = dict.fromkeys(("all", "download", "tokenizer", "shards", "summarize", "report"), 1)
     assert counts == of_cells | of_gradients | once
+    lines = shown.stdout.splitlines()
+    assert len(lines) <= 40 and "rule train:" not in lines and lines.count("Job stats:") == 1
+    both = "bf16-native, int8, local-adamw, local-muon, muon, none, onebit_adam"
+    assert f"    ddp, W = 2, seeds 0, 1, 2: {both}" in lines and "    fsdp2, W = 1, seed 0: none" in lines
+
+
+def test_trainings_of_a_dry_run_share_a_line_where_their_seeds_are_the_same():
+    runs = [Run("ddp", label, 10, "none", seed) for label in ("none", "int8") for seed in (10, 9)]
+    runs += [Run("ddp", "int8", 10, "none", 11), Run("ddp", "fp16", 10, "none", 10), Run("ddp", "fp16", 10, "none", 9)]
+    runs += [Run("ddp", "none", 10, "10mbit", 3, islands=5), Run("ddp", "none", 9, "none", 3)]
+    assert trainings(runs).splitlines() == [
+        "    ddp, W = 9, seed 3: none",
+        "    ddp, W = 10, seeds 9, 10: fp16, none",
+        "    ddp, W = 10, seeds 9, 10, 11: int8",
+        "    ddp, W = 10, 5 islands, 10mbit, seed 3: none",
+    ]
+    many = [Run("ddp", f"a-label-of-{n}-letters", 2, "none", 0) for n in range(10, 30)]
+    assert max(map(len, trainings(many).splitlines())) <= 104 and trainings(many).count("a-label-of-") == 20
 
 
 @pytest.mark.full

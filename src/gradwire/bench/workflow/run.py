@@ -31,6 +31,7 @@ from gradwire.bench.report.rows.record import read_results
 from gradwire.bench.report.rows.runs import unusable
 from gradwire.bench.report.rows.status import State, look, remaining
 from gradwire.bench.steps import duration
+from gradwire.bench.workflow.dry_run import trainings
 
 FOLDER = Path(__file__).parent / "files"  # `workflow/` of the checkout
 PROFILES = FOLDER / "profiles"
@@ -52,7 +53,7 @@ class Options(Strict):
         description=f"how to run it: {', '.join(sorted(folder.name for folder in PROFILES.iterdir()))}, or a folder "
         "with a profile.yaml",
     )
-    dry_run: Annotated[bool, Short("-n")] = Field(False, description="list the number of jobs and run none")
+    dry_run: Annotated[bool, Short("-n")] = Field(False, description="list jobs and trainings, and run none")
     verbose: bool = Field(False, description="show Snakemake's own output")
 
 
@@ -82,6 +83,8 @@ def main(options: Options) -> None:
         print("nothing to do: every job is done")
     elif dry_run:
         print(f"{view.total} jobs: {', '.join(f'{n} {rule}' for rule, n in view.jobs.items())}")
+        if trained := [job.run for job in view.running.values() if job.rule == "train" and job.run is not None]:
+            print(f"trainings:\n{trainings(trained)}")
     if not dry_run and (results / "report.html").exists():
         from gradwire.bench.report.tables.glance import terminal
         from gradwire.bench.report.tables.results import Results
