@@ -10,8 +10,9 @@ import math
 import made_results
 import pytest
 
-from gradwire.bench.report.tables.glance import answer, doubts, glance, of_optimizers, question, terminal
+from gradwire.bench.report.tables.glance import answer, doubts, glance, of_optimizers, question, size, terminal
 from gradwire.bench.report.tables.results import Results
+from gradwire.bench.report.tables.summary import header
 from gradwire.bench.statistics.seeds import VERDICTS, Estimate, percents, verdict
 
 LABELS = ["none", "bf16-native", "exchange", "int8", "powersgd"]
@@ -174,6 +175,28 @@ def test_where_nothing_is_supported_nothing_is_claimed():
     assert doubts(both) == f"Not shown: the perplexity of int8 under ddp ({why})."
 
 
+@pytest.mark.parametrize(
+    ("statuses", "outcome", "listed"),
+    [
+        ({}, "all 6 runs succeeded", "6 ok, none failed"),
+        ({0: "skipped"}, "all 5 runs succeeded, 1 left out", "5 ok, 1 skipped, none failed"),
+        ({0: "diverged", 2: "failed", 3: "failed"}, "6 runs, 2 failed, 1 diverged", "3 ok, 2 failed, 1 diverged"),
+        ({1: "skipped", 4: "failed"}, "5 runs, 1 failed, 1 left out", "4 ok, 1 failed, 1 skipped"),
+    ],
+)
+def test_how_many_runs_failed_is_said_also_where_none_did(statuses, outcome, listed):
+    rows = made_results.rows(["none", "int8"], ["ddp"], [(2, "none")], (0, 1, 2))
+    rows = [
+        row.model_copy(update={"status": statuses.get(at, "ok"), "reason": statuses.get(at) and "why"})
+        for at, row in enumerate(rows)
+    ]
+    assert size(as_read(rows)) == f"{outcome}, 3 seeds, 2 ranks"
+    assert f"({outcome}, 3 seeds, 2 ranks)" in " ".join(terminal(as_read(rows)).split())
+    assert header(rows).startswith(f"- runs: {listed}\n")
+    (last,) = [row for row in rows if row.status == "ok"][-1:]
+    assert size(as_read([last])) == "the run succeeded, 1 seed, 2 ranks"
+
+
 STATES = {
     "three links": made_results.rows(seeds=(0, 1)),
     "many methods": made_results.rows([f"a-method-of-a-long-name-{i}" for i in range(20)], seeds=(0,)),
@@ -195,7 +218,7 @@ def test_the_terminal_s_screen_has_80_columns_and_24_lines(name):
     assert lines[-2:] == ["all tables: here/summary.md", "page: here/report.html"]
     assert any("verdict" in line for line in lines) == (name != "one rank"), "a table without lines is left out"
     if name == "many links":
-        assert "10mbit" in lines[3], "the slowest link is the last to go"
+        assert "10mbit" in next(line for line in lines if "verdict" in line), "the slowest link is the last to go"
 
 
 def test_the_question_is_the_experiment_s_or_one_of_what_it_compares(tmp_path):

@@ -145,7 +145,7 @@ def test_failed_runs_are_first_and_skipped_ones_have_their_reasons(page):
 def test_the_first_screen_has_the_question_the_claim_the_table_and_a_figure(page):
     first = page.split('<section id="cost"')[0]
     assert "<h1>What do int8 and powersgd save, and at what cost?</h1>" in first
-    assert "demo: 26 runs, 3 seeds, 7 ranks" in first
+    assert "demo: 25 runs, 1 failed, 1 left out, 3 seeds, 7 ranks" in first
     claim = re.search(r'<p class="answer"><strong>(.*?)</strong>', first)[1]
     assert claim.startswith("int8") and page.count(claim) == 1, "a finding stands once"
     table = shown(page, "glance").set_index("method")

@@ -377,7 +377,7 @@ def test_failed_skipped_diverged_and_missing_runs_have_their_reasons(results, ca
     assert rows["untraced"]["reason"] == "trace failed (exit 2): rank0 is truncated"
     assert {rows["untraced"][name] for name in ("steps", "val_ppl", "step_time_ms_mean", "bytes_raw_total")} == {None}
     text = (results.folder / "summary.md").read_text()
-    assert "runs: 1 ok, 3 failed, 1 skipped, 1 diverged" in text
+    assert "runs: 1 ok, 3 failed, 1 skipped, 1 diverged\n" in text
     for name in ("oom", "lost", "left", "nan", "untraced"):
         assert f"- {rows[name]['status']}: {rows[name]['reason']}: {rows[name]['run_name']}" in text
     titles = re.findall(r"^## (.*)", text, re.MULTILINE)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -245,10 +245,15 @@ def question(results: Results) -> str:
 
 
 def size(results: Results) -> str:
-    """The numbers of runs, seeds and ranks."""
+    """How the runs ended, and the numbers of seeds and ranks."""
+    ended = Counter(row.status for row in results.rows)
+    left_out = ended.pop("skipped", 0)
+    runs, bad = ended.total(), [f"{ended[status]} {status}" for status in ("failed", "diverged") if ended[status]]
+    succeeded = f"all {runs} runs succeeded" if runs > 1 else "the run succeeded"
+    outcome = [succeeded] if runs and not bad else [amount(runs, "run"), *bad]
     seeds, worlds = ({getattr(row, name) for row in results.rows} for name in ("seed", "world_size"))
-    counts = {"run": len(results.rows), "seed": len(seeds), "rank": max(worlds)}
-    return ", ".join(amount(count, noun) for noun, count in counts.items())
+    counts = [amount(len(seeds), "seed"), amount(max(worlds), "rank")]
+    return ", ".join([*outcome, *[f"{left_out} left out"] * bool(left_out), *counts])
 
 
 def terminal(results: Results) -> str:

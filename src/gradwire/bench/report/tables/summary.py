@@ -134,6 +134,7 @@ def header(results: Sequence[Result]) -> str:
     """Describe the experiment, its machines and how many runs have a result."""
     statuses = [row.status for row in results]
     counts = ", ".join(f"{statuses.count(status)} {status}" for status in STATUSES if status in statuses)
+    counts += ", none failed" * {"ok", "skipped"}.issuperset(statuses)
     measured = [row for row in results if row.status in ("ok", "diverged")]
     steps = distinct(sorted(row.steps for row in measured if row.steps))
     optimizers = distinct(row.optimizer for row in measured)
