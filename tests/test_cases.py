@@ -22,6 +22,8 @@ CASES = Path(__file__).with_name("cases")
 FIRST = re.compile(r'"""(?:torchrun --nproc_per_node (?P<ranks>\d)|python) (?P<name>\S+?\.py)(?: (?P<ways>\S+))?: ')
 LONG = {
     ("deepcopy_optimizer", "both"),
+    ("threads", "hook"),
+    ("skipped", "feedback"),
     ("skipped", "zero"),
     ("skipped", "fills"),
     ("skipped", "ddp"),

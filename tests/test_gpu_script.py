@@ -75,6 +75,7 @@ def test_what_fails_hangs_or_dies_is_recorded_and_the_rest_runs(tmp_path):
     assert [target["met"] for target in found["targets"]] == [False]
 
 
+@pytest.mark.full
 def test_what_succeeded_is_not_repeated(tmp_path):
     names = ("one", "dies", "hangs", "two", "ranks", "a rank dies", "ranks again", "maybe", "too late")
     before = [{"name": name, "number": 17} for name in names]

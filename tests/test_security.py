@@ -43,6 +43,7 @@ def test_names_that_become_folders_are_checked(place, name):
         experiment({**SMALL, "gradients": None, **change})
 
 
+@pytest.mark.full
 def test_paths_and_ids_reach_a_shell_as_they_are(tmp_path):
     """The data's path, its documents' ids and a tokenizer's folder hold what a shell would run or split."""
     folder = tmp_path / "here"

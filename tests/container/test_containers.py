@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from diagonals import swept
 
 from gradwire.base.errors import BadInput
 from gradwire.base.files import read_json
@@ -180,7 +181,7 @@ def test_every_rule_runs_in_the_image():
     assert not [file for file in WORKFLOW.rglob("*.smk") if re.search(r"^ *container:", file.read_text(), re.M)]
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("device", ["cpu", *swept("cuda")])
 def test_rules_ask_for_the_image_of_the_locks_and_say_how_to_get_it(tmp_path, device):
     (tmp_path / "apptainer").write_text("#!/bin/sh\necho apptainer version 1.4.5\n")
     (tmp_path / "apptainer").chmod(0o755)

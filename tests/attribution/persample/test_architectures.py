@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from diagonals import chosen
 from test_methods import squares
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -75,7 +76,7 @@ def exact(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, float]:
 
 @pytest.mark.parametrize(
     "architecture",
-    [pytest.param(name, marks=[] if name in FEW else pytest.mark.sweep) for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES],
+    chosen(FEW, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
 )
 @pytest.mark.filterwarnings("ignore")
 def test_norms_are_those_of_the_loop(architecture):

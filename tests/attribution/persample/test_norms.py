@@ -123,6 +123,7 @@ def summed(rank, world, group):
     return ops.all_reduce(found.square.clone()).tolist()
 
 
+@pytest.mark.sweep
 def test_summing_complete_squares_inflates_norms_by_the_root_of_the_ranks(world):
     """So this suite can fail: the wrong reduction is √2 off on two ranks, and nothing at all on one."""
     wanted = [exact()[f"s{at}"] for at in range(SAMPLES)]

@@ -19,6 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from diagonals import swept
 from launches import CLEAN, command, failure, left_behind, started, wait_until
 
 from gradwire import cli
@@ -37,7 +38,7 @@ def free_port() -> str:
             return str(port)
 
 
-@pytest.mark.parametrize("launcher", ["fork", "spawn", "torchrun"])
+@pytest.mark.parametrize("launcher", ["fork", "torchrun", *swept("spawn")])
 def test_ranks_know_their_place_and_share_the_cores(launch, tmp_path, launcher):
     port = free_port()
     done = launch(tmp_path, {}, "--master_port", port, launcher=launcher)
@@ -79,9 +80,7 @@ def test_bad_input_of_a_rank_is_reported_once_and_keeps_its_code(launch, tmp_pat
     assert written["reason"] == "rank 1: an option is bad."
 
 
-@pytest.mark.parametrize(
-    "launcher", ["fork", *(pytest.param(name, marks=pytest.mark.sweep) for name in ("spawn", "torchrun"))]
-)
+@pytest.mark.parametrize("launcher", ["fork", *swept("spawn", "torchrun")])
 def test_a_thread_in_native_code_does_not_abort_a_rank_that_has_ended(launch, tmp_path, launcher):
     ended = launch(tmp_path, {0: "linger", 1: "linger"}, launcher=launcher)
     assert (ended.returncode, ended.stderr) == (0, "")
@@ -268,9 +267,8 @@ def test_auto_is_a_rank_for_each_gpu(tmp_path, monkeypatch, capsys, gpus, said):
     ("launcher", "deed", "number", "code"),
     [
         ("fork", "wait", signal.SIGTERM, 3),
-        ("fork", "save", signal.SIGINT, 75),
-        ("spawn", "save", signal.SIGINT, 75),
         ("torchrun", "save", signal.SIGINT, 75),
+        *swept(("fork", "save", signal.SIGINT, 75), ("spawn", "save", signal.SIGINT, 75)),
     ],
 )
 def test_a_signal_ends_all_ranks(tmp_path, launcher, deed, number, code):

@@ -83,6 +83,7 @@ def test_a_cable_between_islands_carries_only_what_leaves_them(tmp_path, launche
     assert what_is_there() == before
 
 
+@pytest.mark.sweep
 def test_without_a_link_no_interface_is_a_ranks_own(launch, tmp_path):
     assert launch(tmp_path, {"0": "transfer", "1": "transfer"}).returncode == 0
     for rank in (0, 1):

@@ -18,6 +18,7 @@ from unittest import mock
 import pyarrow.parquet as pq
 import pytest
 import torch
+from diagonals import swept
 from launches import CLEAN, wait_until
 from small_runs import SMALL, losses, run, train, weights, words
 
@@ -162,7 +163,7 @@ def test_a_pickle_in_a_checkpoint_is_not_executed(shards, whole, tmp_path, capsy
 
 @pytest.mark.parametrize(
     "strategy",
-    ["ddp", "fsdp1", "fsdp2", *(pytest.param(name, marks=pytest.mark.sweep) for name in ("naive", "bucket"))],
+    ["ddp", "fsdp2", *swept("naive", "bucket", "fsdp1")],
 )
 def test_residuals_generators_and_schedules_resume_in_every_strategy(world, shards, tmp_path, strategy):
     options = {**OPTIONS, "strategy": strategy} | ({"param_compress": "int4-diff"} if strategy == "fsdp2" else {})

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from diagonals import swept
 
 from gradwire.bench.training.measure import compression_error
 from gradwire.comm.collectives import Layout, Reducer
@@ -79,7 +80,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("kind", ["all_reduce", "reduce_scatter"])
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [3, *swept(2)])
 @pytest.mark.parametrize(("method", "options", "reducer_options"), CASES, ids=[case[0] for case in CASES])
 def test_the_comparison_is_with_the_float64_mean_of_this_step_s_gradients(
     world, kind, size, method, options, reducer_options

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from diagonals import chosen
 from links_rows import row
 from small_runs import losses, run, words
 
@@ -65,12 +66,7 @@ OPTIMIZERS = {
 }
 
 
-WITHIN_TIME = ("both", "diloco")  # the others are in the sweep
-
-
-@pytest.mark.parametrize(
-    "label", [pytest.param(label, marks=() if label in WITHIN_TIME else pytest.mark.sweep) for label in OPTIMIZERS]
-)
+@pytest.mark.parametrize("label", chosen(["diloco"], OPTIMIZERS))
 def test_a_resumed_run_equals_an_unbroken_one(world, shards, tmp_path, label):
     """With a checkpoint inside of a round, and every check of the ranks on."""
     cell = OPTIMIZERS[label]

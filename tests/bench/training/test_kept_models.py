@@ -31,7 +31,6 @@ def files(model: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize(
     ("size", "changes"),
     [
-        (1, {"strategy": "ddp"}),
         (2, {"strategy": "fsdp2", "comm_compress": "int8"}),
         (2, {"strategy": "ddp", "comm_optimizer": "diloco", "comm_config_json": '{"H": 4}'}),
     ],

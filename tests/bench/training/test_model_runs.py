@@ -9,6 +9,7 @@ from itertools import product
 
 import pytest
 import torch
+from diagonals import swept
 from small_runs import losses, run, words
 from transformers import AutoModelForCausalLM
 
@@ -54,7 +55,7 @@ def train(world, shards, folder, model, strategy, method, steps=3, size=2, **mor
     return rows, record
 
 
-@pytest.mark.parametrize(("strategy", "method"), [("ddp", "int8"), ("fsdp1", "topk")])
+@pytest.mark.parametrize(("strategy", "method"), [("fsdp1", "topk"), *swept(("ddp", "int8"))])
 def test_a_llama_trains_under_other_strategies(world, shards, tmp_path, strategy, method):
     _, record = train(world, shards, tmp_path, LLAMA, strategy, method)
     check_bytes(record, LLAMA_NUMEL, 3)
@@ -156,6 +157,7 @@ def evaluate_alone(model, split, mixed):
     return total / count
 
 
+@pytest.mark.sweep
 def test_bf16_sends_the_same_bytes(world, shards, tmp_path):
     each = [train(world, shards, tmp_path / p, "micro", "fsdp2", "int8", precision=p)[1] for p in ("fp32", "bf16")]
     names = ("bytes_raw_total", "bytes_compressed_total", "bytes_parameters_raw_total", "compression_ratio")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+from diagonals import swept
 from small_runs import run, train, weights, words
 
 from gradwire.bench.launch.links import LINK
@@ -31,7 +32,7 @@ def cell(name: str) -> dict[str, object]:
 
 @pytest.mark.parametrize(
     ("name", "ranks"),
-    [("local", 2), ("momenta", 2), ("framework", 2), pytest.param("local", 4, marks=pytest.mark.sweep)],
+    [("local", 2), ("momenta", 2), *swept(("framework", 2), ("local", 4))],
 )
 def test_a_simulated_run_is_that_of_processes(world, shards, tmp_path, name, ranks):
     here, there = tmp_path / "simulated", tmp_path / "processes"

@@ -145,7 +145,11 @@ def check_nothing_compiles(world, shards: Path, folder: Path, strategy: str, cel
     return ranks[0][1]
 
 
-@pytest.mark.parametrize(("strategy", "cell"), LATE.values(), ids=LATE)
+@pytest.mark.parametrize(
+    ("strategy", "cell"),
+    [pytest.param(*case, marks=[pytest.mark.sweep] * (name == "momenta")) for name, case in LATE.items()],
+    ids=LATE,
+)
 def test_no_kernel_compiles_in_a_step(world, shards, tmp_path, strategy, cell):
     assert check_nothing_compiles(world, shards, tmp_path, strategy, cell, steps=5) > 0
 

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from data_samples import tokenize_words, values, write_corpus
+from diagonals import chosen, swept
 from safetensors import safe_open
 from safetensors.torch import load_file
 from small_runs import losses, parsed, run, weights, words
@@ -53,12 +54,16 @@ def resumed(world, shards, folder, size=2, checkpoint_every=4, verify_sync=1, **
     return whole, again
 
 
+OF_TWO_RANKS = sorted(set(STRATEGIES.available()) - {"hsdp"})  # they make no islands
+
+
+@pytest.mark.parametrize("strategies", [["ddp", "fsdp2"], pytest.param(OF_TWO_RANKS, marks=pytest.mark.sweep)])
 def test_the_loss_curve_depends_on_the_global_batch_not_on_how_ranks_and_micro_batches_share_it(
-    world, shards, tmp_path
+    world, shards, tmp_path, strategies
 ):
     one = world(1).run(run, words(shards, tmp_path / "one", batch_size=4))[0][0]
     accumulated = world(1).run(run, words(shards, tmp_path / "acc", batch_size=2, grad_accum_steps=2))[0][0]
-    for strategy in set(STRATEGIES.available()) - {"hsdp"}:  # two ranks make no islands
+    for strategy in strategies:
         two = world(2).run(run, words(shards, tmp_path / strategy, strategy=strategy, verify_sync=2))
         assert losses(two[0][0]) == losses(two[1][0]), "both ranks must know the same loss"
         assert losses(two[0][0]) == pytest.approx(losses(one), rel=2e-5)
@@ -140,7 +145,9 @@ def test_a_cells_beta2_decays_the_second_moments(world, shards, tmp_path):
             assert json.loads(saved.metadata()["adam"])["betas"] == [0.9, beta2]
 
 
-@pytest.mark.parametrize(("precision", "native", "notes"), [("bf16", False, 1), ("bf16", True, 0), ("fp32", False, 0)])
+@pytest.mark.parametrize(
+    ("precision", "native", "notes"), [("bf16", False, 1), *swept(("bf16", True, 0), ("fp32", False, 0))]
+)
 def test_slow_bf16_is_noted(precision, native, notes, shards, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(build, "multiplies_bf16", lambda device: native)
     arguments = words(shards, tmp_path, "--no-evaluate", precision=precision, steps=2, eval_every=0)
@@ -148,7 +155,7 @@ def test_slow_bf16_is_noted(precision, native, notes, shards, tmp_path, monkeypa
     assert capsys.readouterr().err.count("NOTE: PyTorch multiplies bf16 matrices slowly") == notes
 
 
-@pytest.mark.parametrize(("name", "value"), [("precision", "bf16"), ("lr", 0.02)])
+@pytest.mark.parametrize(("name", "value"), [("precision", "bf16"), pytest.param("lr", 0.02, marks=pytest.mark.sweep)])
 def test_a_cells_setting_replaces_that_of_the_training(world, shards, tmp_path, name, value):
     of_cell, short = json.dumps({name: value}), {"steps": 2, "eval_every": 0, "lr_warmup_steps": 0}
     own = world(1).run(run, words(shards, tmp_path / "own", comm_config_json=of_cell, **short))[0]
@@ -301,7 +308,7 @@ def test_looking_at_gradients_changes_neither_losses_nor_bytes(world, shards, tm
     assert record["residual_norm"] > 0
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp1", "fsdp2", "hsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp1", "fsdp2", pytest.param("hsdp", marks=pytest.mark.sweep)])
 def test_an_exact_exchange_has_no_error_in_any_strategy(world, shards, tmp_path, strategy):
     """A buffer that the framework wrote into again before it was looked at would show."""
     cell = json.dumps({"algorithm": "exchange"})
@@ -382,7 +389,7 @@ LOCAL = [
 ]
 
 
-@pytest.mark.parametrize(("strategy", "size", "more"), LOCAL)
+@pytest.mark.parametrize(("strategy", "size", "more"), chosen([LOCAL[0], LOCAL[2]], LOCAL))
 def test_a_run_of_local_updates_resumes_inside_of_a_round(world, shards, tmp_path, strategy, size, more):
     """Its bytes are the closed form's; only steps that end a round send; evaluations see the same anchors."""
     demo = more.get("comm_optimizer") == "demo"
@@ -464,7 +471,7 @@ def test_tensorboard_holds_the_loss_of_every_step(done):
     assert events.Scalars("train/val_loss")[-1].value == pytest.approx(record["val_loss"])
 
 
-@pytest.mark.parametrize(("method", "strategy"), [("int8", "fsdp2"), ("none", "ddp")])
+@pytest.mark.parametrize(("method", "strategy"), [("int8", "fsdp2"), *swept(("none", "ddp"))])
 def test_a_diverged_run_is_a_result(world, shards, tmp_path, method, strategy):
     arguments = words(
         shards, tmp_path, comm_compress=method, strategy=strategy, lr=1e30, clip_grad_norm=1e30, lr_warmup_steps=1

@@ -259,6 +259,7 @@ def saved(folder):
     datasets.Dataset.from_dict({"body": ["one", "two"]}).save_to_disk(folder)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("source", "write", "said"),
     [
@@ -267,7 +268,7 @@ def saved(folder):
             lambda folder: (folder / "a.txt").write_bytes(bytes(range(256))),
             "given/a.txt cannot be read as text in utf-8",
         ),
-        pytest.param("datasets", saved, "given, split train has no column text; it has body", marks=pytest.mark.sweep),
+        ("datasets", saved, "given, split train has no column text; it has body"),
     ],
     ids=["binary file", "no such column"],
 )

@@ -77,6 +77,7 @@ def test_nodes_follow_from_the_ranks_that_a_node_takes(checkout):
     assert refused.returncode and "invalid ranks_per_node 0: set a positive integer" in refused.stdout
 
 
+@pytest.mark.full
 def test_the_default_experiment_lists_its_jobs(checkout, tmp_path):
     shown = checkout.snakemakes("-n", "--cores", "2", "--directory", str(tmp_path), "--configfile", "config.yaml")
     counts = job_table(shown.stdout)

@@ -11,6 +11,7 @@ from importlib import import_module
 
 import pytest
 import torch
+from diagonals import swept
 from samples import METHODS, generator, normal, scattered
 
 from gradwire.base.errors import BadInput
@@ -22,15 +23,11 @@ pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def swept(*values):
-    return [pytest.param(value, marks=pytest.mark.sweep) for value in values]
-
-
 CASES = [(name, options) for name, options in METHODS if kernels.load("cuda", name) is not kernels.REFERENCE]
 
 
 @pytest.mark.parametrize(("name", "options"), CASES, ids=str)
-@pytest.mark.parametrize("shape", [5003, *swept(0, 1, 257, (64, 129))], ids=str)
+@pytest.mark.parametrize("shape", [5003, *swept(0, 1, 257, ((64, 129),))], ids=str)
 def test_a_cuda_kernel_has_the_references_bytes(name, options, shape):
     compressor = build(name, **options)
     module = kernels.load("cuda", name)

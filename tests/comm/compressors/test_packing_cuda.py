@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from diagonals import swept
 from samples import generator
 
 from gradwire.comm.compressors.packing import pack, packed_bytes
@@ -33,9 +34,7 @@ def load(packed, codes, n, BITS: tl.constexpr, TILE: tl.constexpr):
 
 
 @pytest.mark.parametrize("bits", [1, 2, 4, 8])
-@pytest.mark.parametrize(
-    "count", [1, 9, 256, 600, *(pytest.param(count, marks=pytest.mark.sweep) for count in (2, 7, 8, 255, 257, 1024))]
-)
+@pytest.mark.parametrize("count", [1, 9, 256, 600, *swept(2, 7, 8, 255, 257, 1024)])
 def test_packed_tiles_make_the_stream_and_come_back(bits, count):
     codes = torch.randint(2**bits, (count,), generator=generator(count), dtype=torch.int32).to(DEVICE)
     size, programs = packed_bytes(count, bits), triton.cdiv(count, TILE)

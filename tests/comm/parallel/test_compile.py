@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch._inductor.config
+from diagonals import swept
 from test_frameworks import STRATEGIES
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -136,7 +137,7 @@ def names(rank, world, group, strategy, compiled):
     )
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", ["bucket", "fsdp2", *swept("naive", "ddp", "fsdp1")])
 def test_names_are_those_of_a_model_that_is_not_compiled(world, strategy):
     for plain, compiled in zip(world(2).run(names, strategy, False), world(2).run(names, strategy, True), strict=True):
         assert compiled == plain

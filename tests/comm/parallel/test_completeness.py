@@ -206,7 +206,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("strategy", "change"), CASES)
+@pytest.mark.parametrize(
+    ("strategy", "change"), [pytest.param(*case, marks=[pytest.mark.sweep] * (case[0] == "naive")) for case in CASES]
+)
 def test_a_changed_model_is_averaged_or_refused(world, strategy, change):
     expected = CASES[strategy, change]
     for outcome in world(4 if strategy == "hsdp" else 2).run(changed, strategy, change):

@@ -10,6 +10,7 @@ import warnings
 
 import pytest
 import torch
+from diagonals import chosen
 from protocols import Protocol, by_rows
 from test_frameworks import STOCHASTIC, assert_near, batch_of, exact_gradients, loss_of, model_of, whole_gradients
 from test_protocols import SHAPES, local_gradients
@@ -251,9 +252,7 @@ def apart(rank, world, group, number, name):
     return {name.removeprefix("module."): value for name, value in whole.items()}, norms
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.sweep] * (name in ("sparseloco", "demo"))) for name in ALONE]
-)
+@pytest.mark.parametrize("name", chosen(["onebit_adam", "diloco"], ALONE))
 def test_an_island_of_two_ranks_is_a_replica_with_twice_the_batch(world, name):
     expected, its_norms = world(2).run(apart, 2, name)[0]
     found = world(4).run(apart, 2, name)
@@ -299,9 +298,7 @@ def by_name(layout, flat):
     return found
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.sweep] * (name != "sparseloco")) for name in COMPRESSED]
-)
+@pytest.mark.parametrize("name", chosen(["sparseloco"], COMPRESSED))
 def test_what_optimizers_send_between_islands_is_its_protocol_in_one_process(world, name):
     """Shards of momenta or pseudo-gradients, each with its residual, decayed, in every fragment."""
     method, own, reduction, _ = COMPRESSED[name]

@@ -10,6 +10,7 @@ import copy
 
 import pytest
 import torch
+from diagonals import swept
 from stacks import (
     STACKS,
     WIDTH,
@@ -81,14 +82,15 @@ def trained_by(case, model, sample):
 
 BOUNDS = {"none": 1e-6, "int8": 0.006, "topk": 0.3, "int4 and int4-diff": 0.1, "int8 inside": 0.25}
 GATHERING = ("hsdp", "hsdp, one island", "tp x fsdp", "columns", "together", "experts")
-OF_FOUR = ("tp x fsdp", "tp x hsdp", "tp x ddp", "experts")  # two ranks have nothing to average there
+OF_TWO = ("hsdp, one island", "replicate")  # the others take two ranks in the sweep
 
 
 def cases_of(stack):
     """The cases of a stack in `make test`, where two codecs take turns, and in the sweep."""
     taken, other = ("int8", "topk")[:: -1 if [*STACKS].index(stack) % 2 else 1]
     inside = ["int8 inside"] if stack == "hsdp" else []
-    return ["none", taken, *(["int4 and int4-diff"] if stack in GATHERING else []), *inside], [other]
+    gathering = ["int4 and int4-diff"] if stack in GATHERING else []
+    return [taken, *gathering, *inside, *(["none"] if taken == "topk" else [])], ["none", other]
 
 
 @pytest.mark.parametrize(
@@ -96,7 +98,7 @@ def cases_of(stack):
     [
         *((stack, 4, cases_of(stack)[0]) for stack in STACKS),
         *(pytest.param(stack, 4, cases_of(stack)[1], marks=pytest.mark.sweep) for stack in STACKS),
-        *(pytest.param(stack, 2, ["none"], marks=[pytest.mark.sweep] * (stack in OF_FOUR)) for stack in STACKS),
+        *(pytest.param(stack, 2, ["none"], marks=[pytest.mark.sweep] * (stack not in OF_TWO)) for stack in STACKS),
     ],
 )
 def test_parameters_end_as_far_from_those_without_gradwire_as_the_codec_errs(world, stack, ranks, cases):
@@ -116,7 +118,7 @@ def test_parameters_end_as_far_from_those_without_gradwire_as_the_codec_errs(wor
             assert case != "int8 inside" or 0 < traffic.details["inside"]["sent"] < traffic.details["inside"]["raw"] / 2
 
 
-@pytest.mark.parametrize("stack", ["tp x fsdp", "tp x ddp", pytest.param("tp x hsdp", marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("stack", ["tp x fsdp", *swept("tp x hsdp", "tp x ddp")])
 def test_peers_of_tensor_parallelism_round_alike(world, stack):
     """Norms are not split: each peer has one, and a codec with random numbers must keep them equal."""
     ends = [end for [(end, _)] in world(4).run(trained, stack, ["qsgd"])]
@@ -180,10 +182,13 @@ def resumed(rank, world, group, stack, case):
 @pytest.mark.parametrize(
     ("stack", "case"),
     [
-        *(("hsdp", case) for case in ("int8 inside", "int4 and int4-diff")),
-        *((stack, "topk") for stack in ("tp x fsdp", "experts")),
-        pytest.param("tp x fsdp", "int4 and int4-diff", marks=pytest.mark.sweep),
-        *(pytest.param(stack, "topk", marks=pytest.mark.sweep) for stack in ("hsdp", "tp x hsdp", "replicate")),
+        ("hsdp", "int8 inside"),
+        ("tp x fsdp", "topk"),
+        *(pytest.param(stack, "int4 and int4-diff", marks=pytest.mark.sweep) for stack in ("hsdp", "tp x fsdp")),
+        *(
+            pytest.param(stack, "topk", marks=pytest.mark.sweep)
+            for stack in ("hsdp", "tp x hsdp", "replicate", "experts")
+        ),
     ],
 )
 def test_a_resumed_run_equals_an_unbroken_one(world, stack, case):
@@ -315,7 +320,7 @@ def micro_batches(rank, world, group, stack):
         return [*results, trained_by("int8", *STACKS[stack](world))]
 
 
-@pytest.mark.parametrize("stack", ["hsdp", "replicate"])
+@pytest.mark.parametrize("stack", ["hsdp", pytest.param("replicate", marks=pytest.mark.sweep)])
 def test_micro_batches_without_an_all_reduce_count_in_the_next_one(world, stack):
     for (expected, start), (same, _), (close, traffic), (_, single) in world(4).run(micro_batches, stack):
         moved = sum(float((expected[name] - start[name]).norm()) for name in start)

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from diagonals import diagonals
+from diagonals import diagonals, swept
 from test_frameworks import (
     assert_near,
     batch_of,
@@ -93,7 +93,7 @@ def against_ddp(rank, world, group, micros):
     return {strategy: steps_of(rank, strategy, group, micros) for strategy in ("ddp", *OURS)}
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, *swept(3)])
 def test_gradients_equal_ddps(world, size):
     """The second step comes after DDP has rebuilt its buckets."""
     for found in world(size).run(against_ddp, (2, 3, 1)):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from diagonals import diagonals
+from diagonals import diagonals, swept
 from test_frameworks import batch_of, loss_of, model_of, whole_gradients
 from test_overlap import Unused
 from torch import nn
@@ -116,12 +116,9 @@ def branched(rank, world, group, strategy, apart, passes):
 @pytest.mark.parametrize(
     ("size", "strategy", "apart", "passes"),
     [
-        (2, "fsdp2", True, ["layer", "layer"]),
         (3, "fsdp2", False, ["layer", "both"]),
         (4, "hsdp", True, ["layer"]),
-        pytest.param(2, "fsdp2", False, ["layer"], marks=pytest.mark.sweep),
-        pytest.param(3, "fsdp2", True, ["layer"], marks=pytest.mark.sweep),
-        pytest.param(4, "hsdp", False, ["layer"], marks=pytest.mark.sweep),
+        *swept((2, "fsdp2", True, ["layer", "layer"]), (4, "hsdp", False, ["layer"])),
     ],
 )
 def test_fsdp2_reduces_zeros_for_an_unused_layer(world, size, strategy, apart, passes):

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from diagonals import swept
 from late_encoding import late_encoding, only_when_waited_for
 from test_frameworks import STOCHASTIC, STRATEGIES, batch_of, full_state_dict, loss_of, model_of, whole_gradients
 from test_naive import Branches, Breaks, noise
@@ -83,7 +84,7 @@ def assert_the_same(results):
                 assert all(torch.allclose(mine[name], theirs[name], rtol=0, atol=0, equal_nan=True) for name in mine)
 
 
-@pytest.mark.parametrize("strategy", OVERLAPPING)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_overlapped_equals_synchronous(world, strategy):
     results = world(2).run(trained, strategy, "odd", "int8", STOCHASTIC, {})
     assert_the_same(results)
@@ -259,7 +260,13 @@ def failing(rank, world, group, strategy, static):
     return None
 
 
-@pytest.mark.parametrize("strategy", [*STRATEGIES, "ddp, static graph"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        *("bucket", "ddp, static graph", "fsdp2"),
+        *swept("naive", "ddp", "fsdp1"),
+    ],
+)
 def test_a_fault_in_the_queue_ends_the_backward_pass_with_its_own_message(world, strategy):
     name, _, static = strategy.partition(", ")
     assert world(2).run(failing, name, bool(static)) == ["a bad encoding"] * 2
@@ -314,7 +321,10 @@ def left_over(rank, world, group, strategy):
     return [reference() is None for reference in references], before, kept()
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "strategy",
+    ["ddp", "fsdp2", *swept("naive", "bucket", "fsdp1")],
+)
 def test_a_dropped_model_leaves_no_reducer_thread_or_group(world, strategy):
     for freed, before, after in world(2).run(left_over, strategy):
         assert all(freed)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
-from diagonals import diagonals
+from diagonals import chosen, diagonals
 from test_frameworks import (
     STRATEGIES,
     batch_of,
@@ -137,7 +138,10 @@ METHODS = {
 SIZES = [(2, "int8"), (3, "topk"), (3, "absolute"), (2, "powersgd"), (3, "gradiveq")]
 
 
-@pytest.mark.parametrize(("case", "strategy"), diagonals(SIZES, STRATEGIES))
+@pytest.mark.parametrize(
+    ("case", "strategy"),
+    chosen([(SIZES[0], "fsdp2"), (SIZES[2], "ddp"), (SIZES[3], "fsdp1")], product(SIZES, STRATEGIES)),
+)
 def test_a_scaled_loss_changes_no_bit(world, case, strategy):
     """Also where it changes between steps, with what a method keeps, and around a step that is skipped."""
     size, method = case
@@ -157,7 +161,7 @@ def test_a_scaled_loss_changes_no_bit(world, case, strategy):
         assert traffic["sent"] == others_traffic["sent"] and traffic.details["nonfinite_steps"] == 1
 
 
-@pytest.mark.parametrize(("size", "strategy"), diagonals([2, 3], STRATEGIES))
+@pytest.mark.parametrize(("size", "strategy"), chosen([(3, "naive"), (2, "fsdp2")], product([2, 3], STRATEGIES)))
 def test_a_skipped_step_loses_the_residuals_of_the_rank_that_overflowed_only(world, size, strategy):
     options = ({"density": 0.2}, {**EF, "second": "float32", "algorithm": "exchange"})
     results = world(size).run(scaled, strategy, "topk", options, 2.0**16, 3)

@@ -2,8 +2,8 @@
 
 There are two families: under `naive`, `bucket` and `ddp` a mean is encoded again on its way back; under `fsdp1` and
 `fsdp2` it stays with its owner. Error feedback is on, and every step has other gradients, so that residuals,
-generators and states count. `make test` runs each case under one of the ways: sums on two and on three ranks, the
-others on two or three, so that each method has both; `make test-sweep` runs the full product.
+generators and states count. `make test` runs each case of the exchange and of native sums, and every second one that
+gathers, under one of the ways, on two or three ranks; `make test-sweep` runs the full product.
 """
 
 from __future__ import annotations
@@ -143,8 +143,7 @@ def selection(size):
     for number, algorithm in enumerate(ALGORITHMS):
         able = [way for way in WAYS if algorithm in WAYS[way].algorithms]
         names = [name for name, case in CASES.items() if case.algorithm == algorithm]
-        if algorithm != "native":
-            names = names[(size + number) % 2 :: 2]
+        names = names[:: 2 if algorithm == "gather" else 1][(size + number) % 2 :: 2]
         for turn, name in enumerate(names, start=size):
             chosen[able[turn % len(able)]].append(name)
     return chosen

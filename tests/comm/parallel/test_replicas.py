@@ -180,7 +180,8 @@ def test_inside_of_islands_too(world, optimizer, ranks):
     assert [difference for _, difference, _ in results] == [None] * 2 * ranks
 
 
-@pytest.mark.parametrize("fault", ["missed", pytest.param("swapped", marks=pytest.mark.sweep)])
+@pytest.mark.sweep
+@pytest.mark.parametrize("fault", ["missed", "swapped"])
 def test_a_planted_fault_is_seen(world, fault):
     results = world(2).run(trained, "odd", "int4-diff", "adamw", 1, 3, fault)
     with pytest.raises(AssertionError):
@@ -196,6 +197,7 @@ def error(results):
     return (off / sum(float(exact.square().sum()) for exact in last["exact"].values())) ** 0.5
 
 
+@pytest.mark.sweep
 def test_direct_codes_of_four_bits_are_much_further_from_the_weights(world):
     off = {encoding: error(world(2).run(trained, "odd", encoding, "adamw")) for encoding in ("int4", "int4-diff")}
     assert 0 < off["int4-diff"] < off["int4"] / 10

@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from data_samples import tokenize_words, values, write_corpus
+from diagonals import swept
 
 from gradwire.base.errors import BadInput
 from gradwire.cli import main
@@ -183,11 +184,12 @@ def test_white_space_before_an_array_may_be_long(tmp_path):
 HALVES = (r"\ud83d", r"\uD83D!", r"\udE00", r"\ude00\ud83d", r"\ud83d\n\ude00", r"\\\ud83d")
 
 
+@pytest.mark.parametrize("stride", [29, *swept(7)])
 @pytest.mark.parametrize(("half", "name"), [*((half, "c.json") for half in HALVES), (HALVES[0], "c.jsonl")])
-def test_half_a_pair_in_a_file_is_refused_wherever_it_is(half, name, tmp_path):
+def test_half_a_pair_in_a_file_is_refused_wherever_it_is(half, name, tmp_path, stride):
     whole = r"\ud83d\ude00 \\ud83d \\\\"
     file = tmp_path / name
-    for length in [0, *range(65536 - 80, 65536 + 40, 11)]:  # ijson reads 64 KiB at a time
+    for length in [0, *range(65536 - 80, 65536 + 40, stride)]:  # ijson reads 64 KiB at a time
         for middle in (whole, half):
             lines = [f'{{"text": "{text}"}}' for text in (whole, "x" * length + middle, whole)]
             file.write_text("\n".join(lines) if name == "c.jsonl" else f"[{','.join(lines)}]")

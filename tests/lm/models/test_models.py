@@ -15,6 +15,7 @@ from importlib.metadata import EntryPoint
 import pytest
 import torch
 from changed_store import edit
+from diagonals import swept
 from safetensors.torch import load_file, save_file
 from small_model import MAX_LENGTH, make
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
@@ -453,17 +454,16 @@ def third_party(monkeypatch):
     AutoModelForCausalLM.register(ToyConfig, ToyLM, exist_ok=True)
 
 
-MODELS = [
-    *sorted({*presets.PRESETS.available(), "toy-preset"} - {"62m"}),
-    of_width("llama", **THIN),
+MODELS = ["micro", "toy-preset", of_width("llama", **THIN), of_width("opt", ffn_dim=48, word_embed_proj_dim=32)]
+OTHER_MODELS = [
+    *sorted({*presets.PRESETS.available()} - {"62m", *MODELS}),
     of_width("qwen3", **THIN, head_dim=16),
-    of_width("opt", ffn_dim=48, word_embed_proj_dim=32),
     of_width("bloom"),
     of_width("glm", **THIN, head_dim=16),  # its usual padding token is outside a small vocabulary
 ]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, *swept(*OTHER_MODELS)])
 def test_a_model_keeps_the_contract(name, third_party, small, tmp_path):
     random = torch.get_rng_state()
     model = causal.build(name, 290, MAX_LENGTH, seed=2)

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from diagonals import swept
 from protocols import Protocol, by_rows
 from test_local_updates import CLIP, backward, gradients_of, held, set_rates, trainable
 from test_optimizers import DECAY, RATES, REPLICAS, assert_same, groups_of
@@ -78,9 +79,8 @@ def simulated(size, algorithm, method="dcttopk"):
     [
         (REPLICAS[0], 2, "dcttopk", "exchange"),
         (REPLICAS[1], 3, "dcttopk", "gather"),
-        (REPLICAS[0], 2, "int8", "gather"),  # sends nearly all of the momentum
-        pytest.param(REPLICAS[2], 2, "dcttopk", "gather", marks=pytest.mark.sweep),
-        pytest.param(REPLICAS[1], 3, "dcttopk", "exchange", marks=pytest.mark.sweep),
+        *swept((REPLICAS[0], 2, "int8", "gather")),  # sends nearly all of the momentum
+        *swept((REPLICAS[2], 2, "dcttopk", "gather"), (REPLICAS[1], 3, "dcttopk", "exchange")),
     ],
 )
 def test_demo_is_its_protocol_in_one_process(world, strategy, size, method, algorithm):

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from diagonals import swept
 from test_frameworks import batch_of, loss_of, model_of
 from test_local_updates import ONEBIT, backward, gradients_of, held, set_rates
 from test_optimizers import CLIP, groups_of
@@ -94,12 +95,16 @@ def snapshots(rank, world, group, case, strategy, folder):
     return unbroken, ended
 
 
-ISLANDS = [  # whose model has no embedding
-    pytest.param(case, "hsdp", marks=pytest.mark.sweep) for case in OPTIMIZERS if case != "replay"
-]
+KIN = ("muloco", "sparseloco")  # DiLoCo with other settings
 
 
-@pytest.mark.parametrize(("case", "strategy"), [*((case, "ddp") for case in OPTIMIZERS), *ISLANDS])
+@pytest.mark.parametrize(
+    ("case", "strategy"),
+    [
+        *((case, "ddp") for case in OPTIMIZERS if case not in KIN),
+        *swept(*((case, "ddp") for case in KIN), *((case, "hsdp") for case in OPTIMIZERS if case != "replay")),
+    ],  # the model of islands has no embedding
+)
 def test_a_run_that_goes_on_from_an_optimizers_state_equals_an_unbroken_one(world, case, strategy, tmp_path):
     for unbroken, ended in world(4 if strategy == "hsdp" else 2).run(snapshots, case, strategy, tmp_path):
         assert unbroken.isfinite().all()

@@ -6,11 +6,12 @@ Of `comm/communication.py`, `optimizers/adam.py`.
 from __future__ import annotations
 
 import math
+from itertools import product
 from typing import NamedTuple
 
 import pytest
 import torch
-from diagonals import diagonals
+from diagonals import chosen, diagonals, swept
 from torch import nn
 
 from gradwire.base.errors import BadInput, NonFiniteGradient, RunFault
@@ -25,8 +26,6 @@ RATES = (0.02, 0.05, 0.03, 0.04, 0.01, 0.03, 0.02, 0.05, 0.04, 0.03, 0.01, 0.02,
 DECAY = 0.1
 BETAS = (0.8, 0.9)
 CLIP = 4.0
-
-every_strategy = pytest.mark.parametrize("strategy", REPLICAS)
 
 
 class Held(nn.Module):
@@ -198,7 +197,7 @@ def cell(**more):
     return {"dense_steps": WARM, "error_feedback": True, "algorithm": "exchange", **more}
 
 
-@pytest.mark.parametrize(("size", "strategy"), diagonals([2, 3], REPLICAS), ids=str)
+@pytest.mark.parametrize(("size", "strategy"), chosen([(2, "ddp"), (3, "bucket")], product([2, 3], REPLICAS)))
 def test_the_warm_up_is_adamw_bit_for_bit(world, size, strategy):
     given = (strategy, "onebit", cell(dense_steps=6), 6)
     found = world(size).run(trained, "onebit_adam", *given)
@@ -245,7 +244,7 @@ def test_a_single_rank_takes_adams_step_with_the_variance_frozen(world):
     assert traffic["raw"] == traffic["sent"] == 0
 
 
-@every_strategy
+@pytest.mark.parametrize("strategy", ["ddp", *swept("naive", "bucket")])
 def test_accumulated_gradients_are_sent_once(world, strategy):
     given = ("onebit_adam", strategy, "onebit", cell(), 6)
     once = world(2).run(trained, *given)

@@ -9,7 +9,7 @@ import math
 
 import pytest
 import torch
-from diagonals import diagonals
+from diagonals import diagonals, swept
 from test_local_updates import ONEBIT, STEPS, gradients_of, held, set_rates, simulated, trainable
 from test_optimizer_state import same
 from test_optimizers import BETAS, CLIP, RATES, WARM, assert_near, assert_same, groups_of, whole
@@ -26,8 +26,6 @@ from gradwire.base.errors import BadInput
 from gradwire.comm.collectives import IslandReducer, Reducer, build_islands
 from gradwire.comm.parallel import wrap
 from gradwire.comm.parallel.model import local
-
-LOOPS = ("plain", "ddp", "closure", "scheduler", "accumulated", "classical")
 
 
 def model_of(kind, net):
@@ -82,7 +80,7 @@ def diloco(rank, world, group, loop, options):
     return history, optimizer.traffic
 
 
-@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("loop", ["ddp", "closure", "scheduler", *swept("plain", "accumulated", "classical")])
 def test_a_plain_loop_with_diloco_is_its_protocol_in_one_process(world, loop):
     outer = {"lr": 0.7, "momentum": 0.5, "nesterov": loop != "classical"}
     results = world(2).run(diloco, loop, {"outer": outer})

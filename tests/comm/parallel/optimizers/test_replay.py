@@ -86,7 +86,6 @@ def replayed(size, method, cell, options, clip=CLIP):
 
 CASES = [
     ("none", {"algorithm": "exchange"}, {"H": 3, "outer_lr": 0.7, "outer_momentum": 0.6, "embeddings": INT4}),
-    ("onebit", ONEBIT, {"H": 3, **LONE, "embeddings": INT4}),
     ("onebit", ONEBIT, {"H": 3, **LONE, "inner": "muon", "embeddings": INT4}),
     ("onebit", ONEBIT, {"H": 2, **LONE, "inner": "sgd", "embeddings": {"method": "onebit", "block": 4}}),
     ("onebit", ONEBIT, {"H": 2, "outer_lr": 0.7, "outer_momentum": 0.9, "dense_rounds": 1, "embeddings": INT4}),
@@ -156,9 +155,8 @@ def trained_with_faults(*given):
     return trained(*given)
 
 
-@pytest.mark.parametrize(
-    "fault", [pytest.param(fault, marks=[pytest.mark.sweep] * (fault != "local moments")) for fault in PLANTED]
-)
+@pytest.mark.sweep
+@pytest.mark.parametrize("fault", PLANTED)
 def test_the_simulation_sees_a_fault(world, fault):
     options = {"H": 3, **LONE, "embeddings": INT4}
     results = world(2).run(trained_with_faults, "diloco", "ddp", "onebit", ONEBIT, options, CLIP, fault)
