@@ -81,7 +81,6 @@ ROOMS = {  # page: its title and modules
         (
             "gradwire.bench.trace.trace",
             "gradwire.bench.statistics.seeds",
-            "gradwire.bench.statistics.collective_costs",
             "gradwire.bench.statistics.cost_model",
         ),
     ),

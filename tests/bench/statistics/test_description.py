@@ -1,6 +1,6 @@
 """Predictions of a description against computations by hand, and what the command refuses.
 
-Of `report/predict.py`, `tables/described.py`, `codecs/rates.py`.
+Of `tables/described.py`, `codecs/rates.py`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from links_rows import experiment
 
 import gradwire
 from gradwire.base.errors import BadInput
@@ -159,6 +158,18 @@ def test_islands_reduce_shards_over_their_cable():
     assert one.exposed.typical == pytest.approx(3 * STARTUP + wire - 0.3 * 2 / 3 * COMPUTED, rel=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("cell", "reason"),
+    [
+        ({"method": "int8", "inside": {"method": "bf16"}}, "inside islands have no closed form"),
+        ({"method": "threshold", "threshold": 0.1}, "depend on the data"),
+    ],
+)
+def test_bytes_that_are_unknown_are_refused(cell, reason):
+    with pytest.raises(BadInput, match=f"the bytes of cell {reason}, and cannot be predicted: leave it out"):
+        expected(cell, strategy="hsdp", islands=Islands(2))
+
+
 def test_a_number_of_parameters_becomes_matrices_of_a_usual_width():
     shapes = shapes_of_size(6_738_415_616)  # Llama 2, whose width is 4,096
     ((width, height),) = (shape for shape in shapes if len(shape) == 2)
@@ -302,19 +313,6 @@ def test_the_command_prints_a_ranked_table(device, capsys):
     assert [one["step_ms"] for one in json.loads(capsys.readouterr().out)] == list(table["step_ms"])
 
 
-def test_results_without_links_describe_their_model(tmp_path, device, capsys):
-    kept = ("none", "int8", "powersgd")  # whose labels are methods
-    rows = [row for row in experiment(("ddp",), links=("none",)) if row.compressor in kept]
-    (tmp_path / "results.jsonl").write_text("".join(row.model_dump_json() + "\n" for row in rows))
-    assert main(["predict", "--results_dir", str(tmp_path), *ASKED.split(), *device]) == 0
-    said = capsys.readouterr().out
-    assert f"as {tmp_path / 'results.jsonl'} describes it" in said
-    assert "0.5 M parameters" in said
-    assert "| powersgd " in said and "| int4 " not in said, "the cells of the experiment"
-    assert main(["predict", "--results_dir", str(tmp_path), *ASKED.split(), "--strategy", "fsdp2"]) == 2
-    assert "--strategy is decided by" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -327,7 +325,6 @@ def test_results_without_links_describe_their_model(tmp_path, device, capsys):
         (f"{MODEL} --world_size 4 --bandwidth 1gbit --islands 8", "8 islands do not divide 4 ranks"),
         (f"{MODEL} --world_size 4 --bandwidth 1gbit --strategy hsdp", "strategy hsdp has islands of several ranks"),
         (f"{MODEL} {ASKED} --strategy hsdp --islands 4", "add --islands N, below --world_size"),
-        (f"{MODEL} {ASKED} --memory", "--memory is predicted from results on links"),
         (f"{MODEL} --world_size 4 --bandwidth 1gbit --inside nvlink", "add --islands N"),
         (f"{MODEL} --model tiny --vocab_size 1024 {ASKED}", "--parameters 250000 contradicts --model tiny"),
         (f"{MODEL} {ASKED} --device absent.json", "absent.json"),

@@ -1,7 +1,6 @@
 """The command ``predict``: the fastest method for ranks, a bandwidth and a latency, from results or a description.
 
-From results on links `bench.statistics.cost_model` is fitted to the rows of ``results.jsonl``, and tested by predicting
-each link from the others. A description, or results without links, which are one, take `bench.statistics.description`.
+An experiment describes its model by its runs; its measured steps on links are held against their predictions.
 """
 
 from __future__ import annotations
@@ -10,9 +9,10 @@ import json
 import math
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from gradwire.bench.config import Cell
+    from gradwire.bench.report.tables.described import Evidence
     from gradwire.bench.statistics.cost_model import Place
     from gradwire.bench.statistics.description import Description, Expected, Shapes
 
@@ -60,18 +61,19 @@ class Options(Strict):
     inside: str = Field(UNSHAPED, description="rate of each rank's link inside its island, or nvlink")
     latency_inside: str | None = Field(None, description="of each message inside an island; default: --latency")
     as_json: bool = Field(False, alias="json", description="print the predicted steps as JSON")
-    memory: bool = Field(False, description="from results on links: predict each rank's peak memory as well")
 
 
 def main(options: Options) -> None:
     """Predict and print."""
     place = place_of(options)
     if options.results_dir is None:
-        print_described(options, place)
-    elif (options.parameters, options.model, options.step_ms) == (None, None, None):
-        from_results(options, options.results_dir / "results.jsonl", place)
+        print_described(*expected(options, place), options)
+    elif (options.parameters, options.model, options.step_ms, options.strategy) == (None, None, None, "ddp"):
+        from_results(options, options.results_dir, place)
     else:
-        raise BadInput("--results_dir describes a model itself: give it, or --parameters, --model and --step_ms.")
+        raise BadInput(
+            "--results_dir describes a model itself: give it, or --parameters, --model, --step_ms and --strategy."
+        )
 
 
 def predict(**flags: Any) -> pd.DataFrame:
@@ -93,77 +95,81 @@ def predict(**flags: Any) -> pd.DataFrame:
     """
     from pandas import DataFrame
 
-    from gradwire.bench.report.tables.described import records_of
+    from gradwire.bench.report.tables.described import qualities, records_of
 
     options = checked(Options, flags, "predict")
     if options.results_dir is not None:
         raise BadInput("predict() is of a description: use `gradwire predict --results_dir` for results.")
-    return DataFrame(records_of(*expected(options, place_of(options))))
+    table, description = expected(options, place_of(options))
+    return DataFrame(records_of(table, description, qualities(table, description)))
 
 
-def from_results(options: Options, path: Path, place: Place) -> None:
-    """Predict from an experiment: by a fit if it has links of two rates, else as it describes its model."""
-    from gradwire.bench.report.tables.measurements import (
-        description_in,
-        links_of,
-        measurement_of,
-        unpredictable,
-        usable,
-    )
-    from gradwire.bench.report.tables.predictions import predictions, records
+def from_results(options: Options, folder: Path, place: Place) -> None:
+    """Predict from an experiment: each strategy as its runs describe it."""
+    from gradwire.bench.report.tables.described import qualities, records_of
+    from gradwire.bench.report.tables.predictions import Experiment
     from gradwire.bench.report.tables.results import Results
-    from gradwire.bench.statistics.cost_model import Model
 
+    path = folder / "results.jsonl"
     if not path.is_file():
         raise BadInput(
-            f"{path} does not exist: first run an experiment with `links:` in its grid by `gradwire run FILE`, or "
-            "describe the model by --parameters and --step_ms."
+            f"{path} does not exist: first run an experiment by `gradwire run FILE`, or describe the model by "
+            "--parameters and --step_ms."
         )
-    results = Results.read(path.parent)
+    results = Results.read(folder)
     for note in results.notes:
         print(f"gradwire predict: {note}", file=sys.stderr)
-    reasons = [unpredictable(row, options.islands) for row in results.rows]
-    left_out = Counter(reason for reason in reasons if reason is not None)
-    kept = [row for row, reason in zip(results.rows, reasons, strict=True) if reason is None]
-    without_links = len(links_of(kept)) < 2 and not left_out
-    for flag in ("strategy",) if without_links else ("strategy", "device", "cells"):
-        if getattr(options, flag) != Options.model_fields[flag].default:
-            raise BadInput(f"--{flag} is decided by {path}: leave it out, or describe the model without results.")
-    if without_links:
-        described, cells = description_in(kept, path)
-        source = f" as {path} describes it, without links of two rates to fit to"
-        print_described(options.model_copy(update=described), place, cells, source)
-        return
-    chosen = usable(kept, path)
-    for reason, count in left_out.items():
-        print(f"gradwire predict: left out {count} rows: {reason}.", file=sys.stderr)
-    model = Model(tuple(measurement_of(row) for row in chosen))
+    records: list[dict[str, Any]] = []
+    for strategy in dict.fromkeys(row.strategy for row in results.ok if row.world_size > 1):
+        if strategy == "hsdp" and options.islands == 1:
+            print("gradwire predict: left out hsdp: it has islands: add --islands N.", file=sys.stderr)
+            continue
+        runs = Experiment(results, strategy)
+        table, description = expected(options.model_copy(update=runs.flags), place, runs.cells, runs.own)
+        measured = runs.qualities()
+        if options.as_json:
+            records += records_of(table, description, qualities(table, description, measured))
+            continue
+        print_described(table, description, options, f" as {path} describes it", measured, runs.memory(place))
+        soonest = "".join(f"{line}\n" for line in runs.soonest(table))
+        print(f"\n{soonest}\n{runs.errors(description)}\n")
     if options.as_json:
-        print(json.dumps(records(model, place), indent=2))
-        return
-    source = f"From {len(chosen)} cells of {path} at W = {chosen[0].world_size}."
-    text = predictions(model, results, chosen, place, options.memory)
-    print(f"# {title(options, place)}\n\n{source}\n\n{text}")
+        print(json.dumps(records, indent=2))
 
 
 def print_described(
-    options: Options, place: Place, cells: Mapping[str, Mapping[str, Any]] | None = None, source: str = ""
+    table: Sequence[Expected],
+    description: Description,
+    options: Options,
+    source: str = "",
+    measured: Mapping[str, Evidence] = MappingProxyType({}),
+    peaks: Mapping[str, float] = MappingProxyType({}),
 ) -> None:
-    """Predict a description, with the usual cells or others, and print the tables, or JSON."""
-    from gradwire.bench.report.tables.described import count, described, records_of
+    """Print predictions as Markdown, or as JSON."""
+    from gradwire.bench.report.tables.described import count, described, qualities, records_of
 
-    table, description = expected(options, place, cells)
+    quality = qualities(table, description, measured)
     if options.as_json:
-        print(json.dumps(records_of(table, description), indent=2))
+        print(json.dumps(records_of(table, description, quality), indent=2))
         return
-    what = f"{count(description.numel)} parameters, {description.strategy}, {title(options, place)}{source}"
-    print(f"# {what}\n\n{described(table, description)}")
+    place = title(options, description.place)
+    print(f"# {count(description.numel)} parameters, {description.strategy}, {place}{source}\n")
+    print(described(table, description, quality, peaks))
 
 
 def expected(
-    options: Options, place: Place, cells: Mapping[str, Mapping[str, Any]] | None = None
+    options: Options,
+    place: Place,
+    cells: Mapping[str, Mapping[str, Any]] | None = None,
+    own: Mapping[str, float] = MappingProxyType({}),
 ) -> tuple[list[Expected], Description]:
     """Predict cells of a description, against float32 and bf16.
+
+    Args:
+        options: The flags, which describe the model.
+        place: What to predict for.
+        cells: The cells where the flags name none; by default the usual ones.
+        own: Seconds of computation of cells that compute something else, by label.
 
     Raises:
         BadInput: If the model or its step is missing, numbers of parameters differ, or a cell cannot do the strategy.
@@ -178,8 +184,6 @@ def expected(
             "nothing to predict from: describe the model by --parameters (or --model) and --step_ms, or give the "
             "--results_dir of an experiment."
         )
-    if options.memory:
-        raise BadInput("--memory is predicted from results on links: leave it out.")
     if options.strategy == "hsdp" and not 1 < options.islands < place.world:
         raise BadInput("strategy hsdp has islands of several ranks: add --islands N, below --world_size.")
     shapes, outside = shapes_of(options)
@@ -189,8 +193,21 @@ def expected(
     known = [cell for cell in chosen if options.cells or not cell.hooked or rates.of(cell.method, cell.options)]
     if absent := ", ".join(cell.label for cell in chosen if cell not in known):
         print(f"gradwire predict: left out {absent}: {rates.device} has no rate of the method.", file=sys.stderr)
-    description = Description(shapes, outside, options.step_ms / 1e3, options.strategy, place, rates)
-    return description.expect(known, baselines), description
+    description = Description(shapes, outside, options.step_ms / 1e3, options.strategy, place, rates, own)
+    return description.expect(known if options.cells else predictable(known, description), baselines), description
+
+
+def predictable(cells: Sequence[Cell], description: Description) -> list[Cell]:
+    """The cells whose bytes have a closed form; says which do not."""
+    known = []
+    for cell in cells:
+        try:
+            description.traffic(cell)
+        except BadInput as error:
+            print(f"gradwire predict: {error}", file=sys.stderr)
+        else:
+            known.append(cell)
+    return known
 
 
 def cells_of(options: Options, usual: Mapping[str, Mapping[str, Any]]) -> list[Cell]:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -18,8 +17,7 @@ import numpy as np
 from gradwire.base.errors import BadInput
 from gradwire.bench.codecs.rates import Rates
 from gradwire.bench.config import Cell
-from gradwire.bench.statistics.collective_costs import Algorithm, Flow, Measurement, gradient_algorithms
-from gradwire.bench.statistics.cost_model import Fit, Model, Place, crossover
+from gradwire.bench.statistics.cost_model import GRID, Constants, Flow, Place, crossover
 from gradwire.comm.closed_forms import FLOAT32_BYTES, PASSES, parameters_unhooked, raw_bytes, unhooked_by_link
 from gradwire.comm.communication import preset, steps_per_message
 from gradwire.comm.reduction import ENCODINGS
@@ -50,28 +48,6 @@ CELLS: Mapping[str, Mapping[str, Any]] = {  # compared by default; labels and op
     "streaming-15-onebit": {**ONE_BIT, **LOCAL, "H": 15, "streaming": {"fragments": 3, "delay": 2}},
 }
 RESIDUAL_BYTES = {None: 0, "float32": 4, "bf16": 2, "int8": 1}
-
-
-class Constants(NamedTuple):
-    """A set of assumptions about a backend and its machines.
-
-    Attributes:
-        startup: Seconds of a step's collectives of one kind: calls, and waiting for other ranks.
-        host: Seconds per byte that a rank sends, whatever the link.
-        factor: How often a byte takes its time on a link, by collective.
-        hidden: Share of the backward pass that hides communication.
-        codecs: A codec's time in a step over its time alone.
-        compute: A step's computation over the described one.
-        in_turn: Whether the messages of an all-to-all wait for each other, each a latency.
-    """
-
-    startup: float
-    host: float
-    factor: Mapping[str, float]
-    hidden: float
-    codecs: float
-    compute: float = 1.0
-    in_turn: bool = False
 
 
 def factors(all_reduce: float, all_gather: float, all_to_all: float, reduce_scatter: float) -> dict[str, float]:
@@ -127,9 +103,14 @@ class Traffic(NamedTuple):
     decoded: float
 
     @property
+    def flows(self) -> list[Flow]:
+        """All of its collectives."""
+        return [flow for flow in (self.gradients, self.parameters, self.scattered) if flow is not None]
+
+    @property
     def bytes(self) -> float:
         """Bytes that it sends."""
-        return sum(flow.bytes for flow in (self.gradients, self.parameters, self.scattered) if flow is not None)
+        return sum(flow.bytes for flow in self.flows)
 
 
 class Expected(NamedTuple):
@@ -155,40 +136,6 @@ class Expected(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Assumed(Model):
-    """The cost model with constants in place of a fit, for what the library does itself: flat collectives.
-
-    Args:
-        constants: The constants.
-    """
-
-    constants: Constants = BACKENDS["cpu"][0]
-
-    @cached_property
-    def fit(self) -> Fit:
-        """The law's parameters: the constants."""
-        assumed = self.constants
-        alpha = {(strategy, op): assumed.startup for strategy, _ in self.by_label for op in PASSES}
-        return Fit(alpha, dict.fromkeys(PASSES, assumed.host), dict(assumed.factor))
-
-    def _rest(self, measurement: Measurement) -> float:
-        return measurement.rest
-
-    def algorithms(self, measurement: Measurement, world: int, islands: int) -> list[Algorithm]:
-        """The flat collective, in which a rank sends all of its messages of an all-to-all at once."""
-        flat, peers = gradient_algorithms(measurement, world, islands)[0], measurement.islands
-        if flat.op != "all_to_all" or self.constants.in_turn:
-            return [flat]
-        others = (peers if peers > 1 else world) - 1
-        sends = [leg.sends._replace(messages=-(-leg.sends.messages // others)) for leg in flat.legs]
-        return [flat._replace(legs=tuple(leg._replace(sends=sent) for leg, sent in zip(flat.legs, sends, strict=True)))]
-
-    def gathers(self, parameters: Flow, measured: int, world: int, islands: int) -> list[Algorithm]:
-        """The flat collective."""
-        return super().gathers(parameters, measured, world, islands)[:1]
-
-
-@dataclass(frozen=True)
 class Description:
     """A model, its ranks, their links and their device.
 
@@ -199,6 +146,7 @@ class Description:
         strategy: The strategy.
         place: Ranks and links.
         rates: The speed of codecs.
+        own: Seconds of computation of cells whose step computes something else, such as another optimizer's, by label.
     """
 
     shapes: Shapes
@@ -207,6 +155,7 @@ class Description:
     strategy: str
     place: Place
     rates: Rates
+    own: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def numel(self) -> int:
@@ -218,30 +167,38 @@ class Description:
         """Islands that hold the model in shards."""
         return self.place.islands.number if self.strategy == "hsdp" else 1
 
+    def computed(self, label: str) -> float:
+        """Seconds of a cell's computation."""
+        return self.own.get(label, self.compute)
+
     def expect(self, cells: Sequence[Cell], baselines: Sequence[Cell]) -> list[Expected]:
         """Predict cells, fastest first, and how they compare with baselines.
 
         Raises:
             BadInput: If the bytes of a cell depend on the data, or the device has no rate of its method.
         """
-        place, listed = self.place, {cell.label: cell for cell in (*baselines, *cells)}
+        listed, cases = {cell.label: cell for cell in (*baselines, *cells)}, BACKENDS[self.rates.kind]
         traffic = {label: self.traffic(cell) for label, cell in listed.items()}
-        models = [
-            Assumed(tuple(self.measurement(cell, traffic[label], assumed) for label, cell in listed.items()), assumed)
-            for assumed in BACKENDS[self.rates.kind]
-        ]
-        keys = {label: (self.strategy, label) for label in listed}
-        steps = {label: [model.predict(key, *place).step for model in models] for label, key in keys.items()}
-        at_rates = (place.world, place.latency, place.islands)
-        curves = {label: [model.fastest(key, *at_rates) for model in models] for label, key in keys.items()}
-        rests = {label: [model.by_label[key][0].rest for model in models] for label, key in keys.items()}
+        rests = {label: [self.rest(cell, traffic[label], case) for case in cases] for label, cell in listed.items()}
+
+        def steps(rates: Any) -> dict[str, list[Any]]:
+            """Seconds of a step at rates of the links, by cell and set of constants."""
+            return {
+                label: [
+                    rest + self.exposed(cell, traffic[label], case, rates)
+                    for rest, case in zip(rests[label], cases, strict=True)
+                ]
+                for label, cell in listed.items()
+            }
+
+        times, curves = steps(self.place.bandwidth), steps(GRID)
         expected = [
             Expected(
                 cell,
                 traffic[cell.label].bytes,
-                Range.of(steps[cell.label]),
-                Range.of(np.subtract(steps[cell.label], rests[cell.label]).tolist()),
-                {base.label: Range.of(np.divide(steps[base.label], steps[cell.label]).tolist()) for base in baselines},
+                Range.of(map(float, times[cell.label])),
+                Range.of(np.subtract(times[cell.label], rests[cell.label]).tolist()),
+                {base.label: Range.of(np.divide(times[base.label], times[cell.label]).tolist()) for base in baselines},
                 {base.label: Range.of(map(crossover, curves[cell.label], curves[base.label])) for base in baselines},
                 self.memory(cell),
             )
@@ -249,9 +206,9 @@ class Description:
         ]
         return sorted(expected, key=lambda row: row.step.typical)
 
-    def measurement(self, cell: Cell, traffic: Traffic, assumed: Constants) -> Measurement:
-        """A cell as if it were measured on a link without a limit, where computation hides all that it can."""
-        coding = [0.0, 0.0]
+    def rest(self, cell: Cell, traffic: Traffic, assumed: Constants) -> float:
+        """Seconds of a step without exposed communication."""
+        coding = 0.0
         if cell.hooked:
             rate = self.rates.of(cell.method, cell.options)
             if rate is None:
@@ -259,26 +216,15 @@ class Description:
                     f"{self.rates.device} has no rate of {cell.method}: measure it, or leave out {cell.label}."
                 )
             tensors = rate.tensor * sum(self.shapes.values()) / steps_per_message(cell.flat())
-            coding = [traffic.encoded * rate.encode + tensors, traffic.decoded * rate.decode]
-        encode, decode = (assumed.codecs * seconds for seconds in coding)
-        compute = assumed.compute * self.compute
-        return Measurement(
-            strategy=self.strategy,
-            label=cell.label,
-            sharded=self.strategy in SHARDING,
-            fixed=True,
-            world=self.place.world,
-            link="none",
-            rate=math.inf,
-            step=compute + encode + decode,
-            exposed=0.0,
-            decode=decode,
-            gradients=traffic.gradients._replace(seconds=self.hidden(cell, assumed.hidden)),
-            parameters=traffic.parameters,
-            scattered=traffic.scattered,
-            islands=self.islands,
-            interval=steps_per_message(cell.flat()),
-        )
+            coding = traffic.encoded * rate.encode + tensors + traffic.decoded * rate.decode
+        return assumed.compute * self.computed(cell.label) + assumed.codecs * coding
+
+    def exposed(self, cell: Cell, traffic: Traffic, assumed: Constants, rates: Any) -> Any:
+        """Seconds of a step's communication that computation does not hide, at rates of the links."""
+        between = self.islands > 1
+        startup = assumed.startup * len({flow.op for flow in traffic.flows}) / traffic.gradients.interval
+        sending = [assumed.seconds(flow, self.place, between, rates) for flow in traffic.flows]
+        return np.maximum(startup + sum(sending) - self.hidden(cell, assumed.hidden), 0.0)
 
     def hidden(self, cell: Cell, share: float) -> float:
         """Seconds of a step in which computation hides communication: a share of what runs meanwhile.
@@ -286,13 +232,18 @@ class Description:
         That is the backward pass for gradients that are averaged and for sharded parameters, the steps of its delay for
         a fragment that streams, and nothing for what replicas send at the end of a step.
         """
+        compute = self.computed(cell.label)
         if (streaming := cell.communication.streaming) is not None:
-            return share * streaming.delay * self.compute / steps_per_message(cell.flat())
+            return share * streaming.delay * compute / steps_per_message(cell.flat())
         overlaps = cell.communication.averages_gradients and cell.reduction.overlap
-        return (overlaps or self.strategy in SHARDING) * share * BACKWARD * self.compute
+        return (overlaps or self.strategy in SHARDING) * share * BACKWARD * compute
 
     def traffic(self, cell: Cell) -> Traffic:
-        """A cell's bytes by the closed forms, and the elements that its codec takes."""
+        """A cell's bytes by the closed forms, and the elements that its codec takes.
+
+        Raises:
+            BadInput: If its bytes depend on the data, or have no closed form.
+        """
         from gradwire.comm.collectives.reducer import Payload, payload
 
         world, ranks = self.place.world, self.place.world // self.islands
@@ -307,17 +258,18 @@ class Description:
         if cell.hooked:
             reduction = cell.reduction.model_dump(exclude_unset=True)
             sent = payload({"method": cell.method, **cell.options}, shapes, kind, peers, **reduction)
-        if sent.bytes is None:
-            raise BadInput(f"the bytes of {cell.label} depend on the data, and cannot be predicted: leave it out.")
-        once = (cell.communication.streaming.fragments if cell.communication.streaming else 1) * steps_per_message(
-            cell.flat()
-        )
+        if sent.bytes is None or cell.inside is not None:
+            reason = "depend on the data" if cell.inside is None else "inside islands have no closed form"
+            raise BadInput(f"the bytes of {cell.label} {reason}, and cannot be predicted: leave it out.")
+        interval = steps_per_message(cell.flat())
+        once = interval * (cell.communication.streaming.fragments if cell.communication.streaming else 1)
         encoded, decoded = {"exchange": (1 + 1 / peers, 2), "gather": (1, peers), "native": (1, 1)}[sent.algorithm]
         if kind == "reduce_scatter":
             encoded, decoded = 1, 1
         decoded += cell.reduction.error_feedback  # to know what was lost
-        flow = Flow(CARRIERS.get(sent.algorithm, kind), sent.bytes / peers / once, 0.0)
-        scattered = Flow("reduce_scatter", unhooked_by_link(self.numel, world, self.islands).inside / world, 0.0, True)
+        halves = 2 if (sent.algorithm, kind) == ("exchange", "all_reduce") else 1
+        flow = Flow(CARRIERS.get(sent.algorithm, kind), sent.bytes / peers / once, halves=halves, interval=interval)
+        scattered = Flow("reduce_scatter", unhooked_by_link(self.numel, world, self.islands).inside / world, True)
         return Traffic(
             flow,
             self.gathered(cell, ranks),
@@ -335,12 +287,12 @@ class Description:
         inside, sizes = self.islands > 1, (self.outside, self.numel - self.outside)
         if cell.param_compress == "none":
             total = parameters_unhooked("reduce_scatter", sizes, ranks)
-            return Flow("all_gather", (total or 0) / ranks, 0.0, inside)
+            return Flow("all_gather", (total or 0) / ranks, inside)
         encoding = ENCODINGS[cell.param_compress]
         given = {"method": encoding.method, **encoding.options}
         once = payload(given, self.shapes, "reduce_scatter", ranks, algorithm="exchange", exempt=encoding.exempt).bytes
         passes = 1 if encoding.differences else (sizes[0] + 2 * sizes[1]) / self.numel
-        return Flow("all_to_all", passes * (once or 0) / ranks, 0.0, inside)
+        return Flow("all_to_all", passes * (once or 0) / ranks, inside)
 
     def memory(self, cell: Cell) -> float:
         """Bytes of residuals, anchors, outer momenta and replicas on a rank; without the optimizer's own moments."""

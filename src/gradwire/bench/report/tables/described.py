@@ -7,25 +7,28 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from textwrap import fill
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from gradwire.base.files import parse_json
+from gradwire.base.units import rate_text
 from gradwire.bench.config import BASELINE, Cell
 from gradwire.bench.report.rows.record import BF16
-from gradwire.bench.report.tables.predictions import crossover_text, interval_text
 from gradwire.bench.report.tables.quality import FREE
-from gradwire.bench.report.tables.table import MISSING, markdown
+from gradwire.bench.report.tables.table import MISSING, markdown, number
 from gradwire.bench.statistics.description import Description, Expected, Range
 from gradwire.bench.statistics.seeds import TOLERANCE
 
 RECORDS = Path(__file__).with_name("evidence.json")  # written by benchmarks/evidence.py
 FAR = 10  # times another size
 WIDTH = 98  # of a line to type
+GAINS = ["method", "× none", "range", "× bf16", "N/(1+α)", "pays below", "range", "MB", "GB"]
 UNKNOWN = """\
 Ranges are between favourable and unfavourable constants of the backend. Not known: stragglers and
 lost machines; other traffic on a link; a latency counts once per collective and step, not per
 bucket or block. `MB`: of residuals, replicas and anchors on a rank, without the optimizer's
-moments."""
+moments. `N/(1+α)`: the speed-up over one rank, where α is the time of a step outside computation
+over that of computation. `GB`: peak memory on a rank, from the measured one."""
 
 
 class Evidence(NamedTuple):
@@ -74,15 +77,30 @@ def nearest(cell: Cell, parameters: float, world: int, known: Sequence[Evidence]
     return min(alike, key=lambda record: (record.distance(parameters, world), -record.seeds), default=None)
 
 
-def qualities(expected: Sequence[Expected], description: Description) -> dict[str, Evidence | None]:
-    """The nearest record of each cell, by label."""
+def qualities(
+    expected: Sequence[Expected], description: Description, measured: Mapping[str, Evidence] = MappingProxyType({})
+) -> dict[str, Evidence | None]:
+    """What an experiment measured of each cell, else its nearest record, by label."""
     known, numel, world = evidence(), description.numel, description.place.world
-    return {row.cell.label: nearest(row.cell, numel, world, known) for row in expected}
+    cells = [row.cell for row in expected]
+    return {cell.label: measured.get(cell.label) or nearest(cell, numel, world, known) for cell in cells}
 
 
-def described(expected: Sequence[Expected], description: Description) -> str:
-    """Format predictions as Markdown."""
-    quality, numel = qualities(expected, description), description.numel
+def described(
+    expected: Sequence[Expected],
+    description: Description,
+    quality: Mapping[str, Evidence | None],
+    peaks: Mapping[str, float] = MappingProxyType({}),
+) -> str:
+    """Format predictions as Markdown.
+
+    Args:
+        expected: The predicted cells, fastest first.
+        description: The description.
+        quality: What is known of each cell's perplexity.
+        peaks: Predicted peak memory of a rank in GB, by label.
+    """
+    numel = description.numel
     known = {label: record for label, record in quality.items() if record}
     within = [label for label, record in known.items() if record.percent[0] <= TOLERANCE]
     first = f"Fastest: `{expected[0].cell.label}`"
@@ -98,23 +116,36 @@ def described(expected: Sequence[Expected], description: Description) -> str:
         )
         if label == BASELINE:
             pays, record = [MISSING, MISSING], MISSING
-        share = f"{100 * description.compute / row.step.typical:.0f} %"
+        share = description.computed(label) / row.step.typical
         against = [f"{none.typical:.3g}", ends(none, "{:.3g}"), f"{row.gains[BF16].typical:.3g}"]
-        steps.append([label, bytes_text(row.bytes), *ranged(row.exposed), *ranged(row.step), share])
-        gains.append([label, *against, *pays, f"{row.memory / 1e6:,.0f}"])
+        steps.append([label, bytes_text(row.bytes), *ranged(row.exposed), *ranged(row.step), f"{100 * share:.0f} %"])
+        peak = [number(peaks.get(label), "{:.3f}")] if peaks else []
+        speed_up = f"{description.place.world * share:,.3g}"
+        gains.append([label, *against, speed_up, *pays, f"{row.memory / 1e6:,.0f}", *peak])
         records.append([label, record])
         lines.append(fill(f"{label}: {line_of(row.cell)}", WIDTH, subsequent_indent="    "))
     parts = [
         f"Ceiling: the {duration(description.compute)} that a step computes. Codecs: {description.rates.device}.",
         fill(first, WIDTH),
         markdown(steps, ["method", "sent", "exposed", "range", "step", "range", "ceiling"]),
-        markdown(gains, ["method", "× none", "range", "× bf16", "pays below", "range", "MB"]),
+        markdown(gains, GAINS if peaks else GAINS[:-1]),
         UNKNOWN,
         markdown(records, ["method", "perplexity, nearest record"], left=(0, 1)),
         f"Perplexity: percent above the same optimizer in every step.{size}",
         "\n".join(["```text", *lines, "```"]),
     ]
     return "\n\n".join(parts)
+
+
+def crossover_text(rate: float) -> str:
+    """A crossover bandwidth in words, also if there is none."""
+    return "never" if rate == 0 else "always" if math.isinf(rate) else rate_text(rate)
+
+
+def interval_text(low: float, high: float) -> str:
+    """The interval of a crossover in words."""
+    ends = crossover_text(low), crossover_text(high)
+    return ends[0] if ends[0] == ends[1] else f"[{ends[0]}, {ends[1]}]"
 
 
 def ranged(time: Range) -> list[str]:
@@ -164,12 +195,14 @@ def text_of(value: Any) -> str:
     return json.dumps(value) if isinstance(value, str | dict) else str(value)
 
 
-def records_of(expected: Sequence[Expected], description: Description) -> list[dict[str, Any]]:
+def records_of(
+    expected: Sequence[Expected], description: Description, quality: Mapping[str, Evidence | None]
+) -> list[dict[str, Any]]:
     """The predictions for JSON and for a frame; times are in milliseconds, rates in bits per second."""
-    quality = qualities(expected, description)
     table = []
     for row in expected:
-        record: dict[str, Any] = {"compressor": row.cell.label, "bytes": row.bytes}
+        names = {"strategy": description.strategy, "compressor": row.cell.label}
+        record: dict[str, Any] = {**names, "bytes": row.bytes}
         ranges = {
             "exposed_ms": row.exposed,
             "step_ms": row.step,
@@ -184,7 +217,7 @@ def records_of(expected: Sequence[Expected], description: Description) -> list[d
         table.append(
             record
             | {
-                "share_of_ceiling": description.compute / row.step.typical,
+                "share_of_ceiling": description.computed(row.cell.label) / row.step.typical,
                 "memory_bytes": row.memory,
                 "perplexity": str(nearest_record) if nearest_record else None,
                 "line": line_of(row.cell),
