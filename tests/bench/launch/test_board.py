@@ -56,7 +56,9 @@ def test_make_train_shows_gpus_progress_and_tensorboard_until_ctrl_c(tmp_path):
     corpus = [{"id": f"d{number}", "title": "", "text": text} for number, text in enumerate(texts)]
     (tmp_path / "corpus.json").write_text(json.dumps(corpus))
     command = ["make", "-f", str(ROOT / "Makefile"), "train", "BIN=bin", "READY=bin/.ready", f"ARGS={TRAIN}"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    outer = {"MAKEFLAGS", "MAKELEVEL", "MFLAGS"}  # of `make test-full`: a make inside it prints its folder
+    environment = {name: value for name, value in os.environ.items() if name not in outer}
+    environment["PYTHONPATH"] = str(ROOT / "src")
     with subprocess.Popen(
         command, cwd=tmp_path, env=environment, stdout=-1, stderr=-1, text=True, start_new_session=True
     ) as running:
