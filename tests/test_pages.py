@@ -286,11 +286,15 @@ def masked(line: str) -> str:
 
 
 def missing(shown: str, printed: str) -> str | None:
-    """The first line that a page shows and a command did not print, in that order; None if there is none."""
+    """The first line that a page shows and a command did not print, in that order; None if there is none.
+
+    A line that ends with "…" shows how a printed one begins.
+    """
     lines = iter([masked(line) for line in printed.splitlines()])
     for line in shown.splitlines():
-        if line.strip() not in ("", "…") and masked(line) not in lines:  # `in` moves the iterator on
-            return line
+        start = masked(line.removesuffix("…"))
+        if start and not any(text == start or (line.endswith("…") and text.startswith(start)) for text in lines):
+            return line  # `any` moves the iterator on
     return None
 
 
@@ -311,6 +315,8 @@ def test_a_line_that_is_not_printed_is_found():
     assert missing("one 7\n…\nthree", printed) is None
     assert missing("two 3 ms\none 1", printed) == "one 1"
     assert missing("two 3 s", printed) == "two 3 s"
+    assert missing("one …\ntwo 3 …\nthree", printed) is None
+    assert missing("two 3 s …", printed) == "two 3 s …"
 
 
 def test_a_failing_command_ends_its_block(tmp_path):
