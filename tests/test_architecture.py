@@ -221,7 +221,7 @@ def python_imports(module: str) -> set[str]:
 
 
 def test_the_closure_holds_what_python_loads():
-    roots = ["gradwire.bench.launch.launch", "gradwire.comm.collectives.world"]
+    roots = ["gradwire.bench.launch.launch", "gradwire.bench.config", "gradwire.comm.collectives.world"]
     for root in roots:
         assert python_imports(root) <= set(closure((root,)))
 

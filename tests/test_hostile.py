@@ -179,26 +179,6 @@ def test_a_number_that_no_run_can_use(command, expected, tmp_path, monkeypatch, 
     assert left(tmp_path) == set()
 
 
-GRID = {"name": "x", "compressors": {"none": {}}, "grid": {}}
-
-
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [
-        ({"dataset": {"shard_size": 10**8}}, "dataset: max_length 128 times shard_size 100000000"),
-        ({"gradients": {"dim": [0]}}, "gradients.dim.0 must be greater than or equal to 1"),
-        ({"grid": {"links": ["0.0000001bit"]}}, "invalid rate '0.0000001bit'"),
-        ({"grid": {"links": ["9" * 80 + "bit"]}}, "invalid rate '9999"),
-        ({"compressors": {"x" * 5000: {"method": "none"}}}, "at most 100 characters"),
-        ({"compressors": {"int8": {"block": 2**80}}}, "int8 option 'block'"),
-    ],
-)
-def test_the_configuration_refuses_the_same_numbers(change, expected):
-    with pytest.raises(BadInput) as refusal:
-        config.experiment(GRID | change)
-    assert expected in str(refusal.value) and len(str(refusal.value)) < 1000
-
-
 @pytest.mark.parametrize("place", ["file", "file/below", "/proc/x", "x" * 300])
 @pytest.mark.parametrize("command", ["tokenize", "train", "grads collect"])
 def test_an_output_folder_that_cannot_be_written(command, place, tmp_path, capsys):

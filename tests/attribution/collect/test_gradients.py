@@ -965,12 +965,6 @@ def add_block(run):
     return path.with_name("ids-5.pkl")
 
 
-def lose_block(run):
-    path = run / "rank_1" / "dim64" / "ids-6.pkl"
-    path.unlink()
-    return path
-
-
 def alter_block(run):
     return alter(store.part_names(run / "rank_1" / "dim64", 6), 1, 2, 0.5)
 
@@ -979,12 +973,6 @@ def block_of_another_rank(run):
     for name, other in zip(*(store.part_names(run / f"rank_{rank}/dim64", 4) for rank in range(2)), strict=True):
         shutil.copy(name, other)
     return run / "rank_1/dim64/grads-4.pt"
-
-
-def shorten_block(run):
-    names = store.part_names(run / "rank_1/dim64", 4)
-    store.write(names, store.read(names).take([0, 2]))
-    return names.rows.parent
 
 
 def plant_nan(run):
@@ -1040,13 +1028,6 @@ def extra_rank(run):
     return run / "rank_2" / "dim64"
 
 
-def extra_width(run):
-    """As if the matrix of another run were next to this one's, or one of a width that was collected before."""
-    for width in (run / "rank_0" / "dim64", run / "rank_1" / "dim64", run / "dim64"):
-        shutil.copytree(width, width.with_name("dim640"))
-    return run / "dim640"
-
-
 def edit_loss(run):
     """Of one sample, wherever it is reported, and signed."""
     edited = merged(run).ids[0]
@@ -1074,13 +1055,6 @@ def unlisted_export(run):
     return path
 
 
-def unlisted_file(run):
-    path = run / "dim64" / "manifest.json"
-    listed = json.loads(path.read_text())["sha256"]
-    edit(path, sha256={name: listed[name] for name in listed if name != "all_meta.parquet"})
-    return run / "dim64" / "all_meta.parquet"
-
-
 def save_with_offset(run):
     """`torch.load` gives the right rows, and the numbers of the file begin with others."""
     path = run / "dim64" / "all_orig.pt"
@@ -1095,7 +1069,6 @@ FAULTS = {  # by the check that finds it
     edit_loss: "row i belongs to id i",
     alter_export: "the manifest matches",
     unlisted_export: "the manifest matches",
-    unlisted_file: "the manifest matches",
     save_with_offset: "files readable, counts equal, rows finite",
     another_models_ranks: "row i belongs to id i",
     swap_rank_ids: "ids are those of the rank's samples, in order",
@@ -1105,11 +1078,9 @@ FAULTS = {  # by the check that finds it
     break_pair: "files complete",
     plant_nan: "files readable, counts equal, rows finite",
     lose_rows_of_a_rank: "files complete",
-    lose_block: "files complete",
     add_block: "files complete",
     alter_block: "blocks have the rank's rows",
     block_of_another_rank: "blocks have the rank's rows",
-    shorten_block: "blocks have the rank's rows",
     swap_merged_ids_and_sign: "every id once, in data order",
     swap_merged_rows_and_bind_again: "every row comes from a rank",
     drop_row: "every id once, in data order",
@@ -1169,12 +1140,6 @@ def test_an_edited_provenance_is_not_that_of_the_rows(run, capsys, changes):
     assert "no row is of this collection" in printed
     assert cli.main(["grads", "aggregate", "--base_path", str(run), "--dim", "64"]) == 2
     assert "no row is of this collection" in capsys.readouterr().err
-
-
-def test_a_matrix_of_another_width_next_to_the_runs_is_found(run, capsys):
-    path = extra_width(run)
-    assert cli.main(["grads", "validate", "--output_dir", str(run)]) == 1
-    assert f"{path} belongs to no rank or width of the collection" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -169,7 +169,7 @@ class Odd(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.scale = torch.nn.Parameter(torch.ones(32))
+        self.scale = torch.nn.Parameter(torch.linspace(0.5, 1.5, 32))
 
     def forward(self, x):
         return x * self.scale

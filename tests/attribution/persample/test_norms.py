@@ -8,12 +8,12 @@ from __future__ import annotations
 import json
 import math
 from functools import cache
-from itertools import product
 
 import pyarrow.parquet as pq
 import pytest
 import torch
 from diagonals import diagonals
+from test_methods import Odd
 
 from gradwire import cli
 from gradwire.attribution.collect import norms as table_of
@@ -100,22 +100,6 @@ def test_norms_are_right_in_every_layout(world, strategy, reduction, layout, kin
         assert found == pytest.approx(wanted, rel=1e-4)
 
 
-def of_kinds(rank, world, group, kinds):
-    return [
-        in_layout(rank, world, group, "ddp", held, "replicated", kind, reduction)
-        for kind, reduction in kinds
-        for held in ("complete", "partial")
-    ]
-
-
-def test_norms_of_every_kind_of_model(world):
-    pytest.importorskip("peft")
-    kinds = [*product(["tied", "untied", "lora"], ["mean", "sum"])]
-    for found in world(2).run(of_kinds, kinds):
-        for kind, *of_kind in zip(kinds, found[::2], found[1::2], strict=True):
-            assert of_kind == [pytest.approx(exact(*kind), rel=1e-4)] * 2, kind
-
-
 def refused(rank, world, group, cases):
     return [refusal(rank, world, group, case) for case in cases]
 
@@ -169,15 +153,6 @@ class Mixing(torch.nn.Module):
 def test_a_layer_that_mixes_samples_is_refused():
     with pytest.raises(BadInput, match="norm is a BatchNorm1d, which mixes the samples"):
         norms.check_unmixed(Mixing())
-
-
-class Odd(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = torch.nn.Parameter(torch.linspace(0.5, 1.5, 32))
-
-    def forward(self, x):
-        return x * self.scale
 
 
 def test_an_unknown_layer_is_not_skipped(capsys):

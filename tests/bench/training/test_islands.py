@@ -86,15 +86,6 @@ def test_a_resumed_run_equals_an_unbroken_one(world, shards, tmp_path, label):
     assert (again / model).read_bytes() == (tmp_path / "whole" / model).read_bytes()
 
 
-def test_one_rank_per_island_is_ddp_in_the_record_too(world, shards, tmp_path):
-    _, record = trained(world, shards, tmp_path / "hsdp", INT8, size=2, steps=3, eval_every=0)
-    ddp = {"size": 2, "steps": 3, "eval_every": 0, "islands": 1, "strategy": "ddp"}
-    _, other = trained(world, shards, tmp_path / "ddp", INT8, **ddp)
-    assert record["loss_digest"] == other["loss_digest"]
-    assert record["bytes_between_total"] == other["bytes_compressed_total"] == record["bytes_compressed_total"]
-    assert (record["bytes_inside_total"], record["islands"], record["strategy"]) == (0, 2, "hsdp")
-
-
 OFFER = probe()
 LARGER = {"architecture": "llama", "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 

@@ -574,10 +574,6 @@ def by_ddps_buckets(rank, world, group, compressor, options, bucket_mb):
         ("int8", {"error_feedback": True}, 3),
         ({"method": "powersgd", "rank": 1}, {"error_feedback": True}, 2),
         ("topk", {"granularity": "row"}, 2),
-        pytest.param("fp16", {"algorithm": "native"}, 2, marks=pytest.mark.sweep),
-        pytest.param("int8", {"error_feedback": True}, 2, marks=pytest.mark.sweep),
-        pytest.param({"method": "powersgd", "rank": 1}, {"error_feedback": True}, 3, marks=pytest.mark.sweep),
-        pytest.param("topk", {"granularity": "row"}, 3, marks=pytest.mark.sweep),
     ],
     ids=str,
 )

@@ -33,7 +33,6 @@ from gradwire.comm.parallel import (
     clip_grad_norm,
     full_state_dict,
     load_checkpoint_state,
-    named_parameters,
     strategy_class,
     wrap,
 )
@@ -43,7 +42,6 @@ STOCHASTIC = {"rounding": "stochastic", "block": 16}
 OTHERS = [name for name in STRATEGIES if name not in ("ddp", "fsdp2")]
 sweep = pytest.mark.sweep
 
-worlds = pytest.mark.parametrize("size", [2, 3])
 every_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
 
 
@@ -186,16 +184,6 @@ def test_accumulated_gradients_are_averaged_once(world, size, strategy, method):
         assert method is None or traffic.details["elements"] == sum(gradient.numel() for gradient in exact.values())
 
 
-@pytest.mark.parametrize(("method", "ratio"), [("none", 1.0), ("fp16", 2.0), ("bf16", 2.0)])
-def test_ratios_and_totals_are_exact_without_padding(world, method, ratio):
-    numel = sum(parameter.numel() for parameter in Even().parameters())
-    for strategy, ranks in run(world, 2, "even", method=method).items():
-        raw, sent = (sum(traffic[key] for _, traffic in ranks) for key in ("raw", "sent"))
-        assert raw / sent == ratio
-        assert raw == raw_bytes(strategy_class(strategy).kind, numel, 2)
-        assert all(traffic.details["fallbacks"] == traffic.details["exempt_elements"] == 0 for _, traffic in ranks)
-
-
 @every_strategy
 def test_one_rank_needs_no_reduction(world, strategy):
     [(found, traffic)] = run(world, 1, "odd", [strategy], "int8")[strategy]
@@ -211,36 +199,6 @@ def small_first_bucket():
         yield
     finally:
         dist._DEFAULT_FIRST_BUCKET_BYTES = before
-
-
-def rebuilt(rank, world, group):
-    """Three steps of DDP with small first buckets: collectives and gradients of each step, and what DDP rebuilt."""
-    with small_first_bucket():
-        reducer = reducer_of(group, "int8", STOCHASTIC)
-        model = wrap(model_of("gpt2"), "ddp", reducer, device="cpu")
-        plain = wrap(model_of("gpt2"), "ddp", reducer_of(group, "int8", STOCHASTIC), device="cpu")
-    plain._set_static_graph()  # rebuilds its buckets a step later
-    steps = []
-    for micro in range(3):
-        calls, found = collectives(reducer), []
-        for wrapped in (model, plain):
-            wrapped.zero_grad()
-            loss_of("gpt2", wrapped, batch_of("gpt2", rank, micro)).backward()
-            found.append(whole_gradients(wrapped))
-        steps.append((collectives(reducer) - calls, *found))
-    return steps, model._get_ddp_logging_data()
-
-
-def collectives(reducer):
-    return sum(cost["calls"] for cost in reducer.traffic.details["by_op"].values())
-
-
-def test_rebuilt_buckets_change_nothing(world):
-    for steps, ddp in world(2).run(rebuilt):
-        assert ddp["has_rebuilt_buckets"]
-        assert [count for count, _, _ in steps] == [4, 4, 4], "one for each bucket of ours"
-        for _, found, other in steps:
-            assert all(torch.equal(found[name], other[name]) for name in found)
 
 
 def clipped(rank, world, group, strategy, method):
@@ -268,17 +226,6 @@ def test_clipping_uses_the_norm_over_the_whole_model(world, size, strategy):
         assert all(torch.equal(before[name], unchanged[name]) for name in before)
         for name, gradient in before.items():
             torch.testing.assert_close(after[name], gradient * (0.25 / norm))
-
-
-def names_of_parameters(rank, world, group, strategy):
-    model = wrap(model_of("gpt2"), strategy, device="cpu")
-    return [name for name, _ in named_parameters(model)]
-
-
-@every_strategy
-def test_parameters_keep_their_names(world, strategy):
-    names = [name for name, _ in model_of("gpt2").named_parameters()]
-    assert world(2).run(names_of_parameters, strategy) == [names] * 2
 
 
 def trained(rank, world, group, name, strategy, count):
@@ -352,29 +299,6 @@ def test_a_resumed_run_equals_an_unbroken_one(world, case, strategy, tmp_path):
     assert unbroken.keys() == broken.keys()
     for name in unbroken:
         assert torch.equal(unbroken[name], broken[name]), name
-
-
-def stepped(rank, world, group, strategy, states):
-    """A step's gradients, by a reducer that took over one of ``states`` if there are any, and its own state."""
-    reducer = reducer_of(group, "int8", STOCHASTIC, error_feedback=True, algorithm="exchange")
-    if states:
-        with pytest.warns(UserWarning, match=f"of {len(states)} ranks and this run has {world}: residuals"):
-            reducer.load_state_dict(states[rank % len(states)])
-        assert reducer.step == 1 and not reducer.codec.state_dict()["residuals"]
-    model = wrap(model_of("odd"), strategy, reducer, device="cpu")
-    loss_of("odd", model, batch_of("odd", rank)).backward()
-    assert reducer.finish()
-    return whole_gradients(model), copy.deepcopy(reducer.state_dict())
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", *(pytest.param(name, marks=sweep) for name in OTHERS)])
-def test_another_number_of_ranks_begins_without_residuals(world, strategy):
-    states = [state for _, state in world(2).run(stepped, strategy, [])]
-    parts = [state[f"rank{rank}"][0] for rank, state in enumerate(states)]
-    assert all(part["residuals"] and part["generators"] for part in parts)
-    fresh, taken = (world(3).run(stepped, strategy, given) for given in ([], states))
-    for (found, _), (expected, _) in zip(taken, fresh, strict=True):
-        assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def met_by_one(rank, world, group, strategy):

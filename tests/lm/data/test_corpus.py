@@ -336,13 +336,3 @@ def test_a_checked_corpus_may_be_drawn_from_changing_threads(tmp_path):
     with ThreadPoolExecutor(1) as other:
         ids = [next(drawn).id, *(other.submit(next, drawn).result().id for _ in range(5)), *(doc.id for doc in drawn)]
     assert ids == [value["id"] for value in expected]
-
-
-def test_a_second_attempt_at_bad_input_ends_at_once(tmp_path, capsys):
-    words = ["download", "--source", "json", "--output", f"{tmp_path}/c.json", "--data_path", f"{tmp_path}/in.json"]
-    (tmp_path / "in.json").write_text("[]")
-    assert main(words) == 2
-    printed = capsys.readouterr().err
-    (tmp_path / "in.json").unlink()  # a second look would now say that the file is missing
-    assert main([*words, "--attempt", "2"]) == 2
-    assert capsys.readouterr().err == printed

@@ -296,14 +296,6 @@ def test_a_hash_in_an_id_is_no_clash_where_all_samples_differ(tmp_path):
     assert {"a#1", "a#1#0", "b", "b#0"} <= set(names)
 
 
-@pytest.mark.parametrize(
-    ("flag", "value"), [("max_length", 2), ("shard_size", 0), ("val_fraction", 1.0), ("vocab_size", 257)]
-)
-def test_numbers_out_of_range(flag, value, corpus, tmp_path, capsys):
-    assert main(tokenize_words(corpus, tmp_path / "out", **{flag: value})) == 2
-    assert f"--{flag} is {value}; it must be" in capsys.readouterr().err
-
-
 def test_a_folder_without_a_tokenizer(corpus, tmp_path, capsys):
     assert main(tokenize_words(corpus, tmp_path / "out", tokenizer=tmp_path)) == 2
     assert "has no tokenizer" in capsys.readouterr().err

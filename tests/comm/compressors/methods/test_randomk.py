@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from itertools import combinations, permutations
+from itertools import combinations
 
 import numpy as np
 import pytest
@@ -45,17 +45,7 @@ def test_the_images_are_distinct_in_range_and_alike_in_both_forms(n):
         assert images.min() >= 0 and images.max() < n and images.unique().numel() == k
 
 
-@pytest.mark.parametrize("n", range(1, 21))
-def test_one_place_is_any_place(n):
-    assert_uniform(Counter(first(n, 1, 40 * n)), [(place,) for place in range(n)])
-
-
-@pytest.mark.parametrize("n", [2, 3, 4, 5, 8, 13, 16, 20])
-def test_two_places_are_any_two_in_any_order(n):
-    assert_uniform(Counter(first(n, 2, 40 * n * (n - 1))), list(permutations(range(n), 2)))
-
-
-@pytest.mark.parametrize(("n", "k"), [(4, 2), (5, 3), (6, 3), (8, 4), (9, 7), (12, 3), (64, 2)])
+@pytest.mark.parametrize(("n", "k"), [(7, 1), (13, 2), (4, 2), (5, 3), (6, 3), (8, 4), (9, 7), (12, 3), (64, 2)])
 def test_every_subset_is_as_likely_as_any_other(n, k):
     subsets = list(combinations(range(n), k))
     assert_uniform(Counter(tuple(sorted(drawn)) for drawn in first(n, k, 40 * len(subsets))), subsets)

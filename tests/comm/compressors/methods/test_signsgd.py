@@ -7,8 +7,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from lockstep import lockstep
 from samples import normal
 
@@ -39,18 +37,9 @@ def voted(xs: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor
 @pytest.mark.parametrize("block", [7, 256, 2048])
 @pytest.mark.parametrize("shape", [1, 255, 256, 257, 5003, (33, 40)], ids=str)
 def test_every_element_becomes_its_sign_times_the_mean_magnitude(block, shape):
-    x = normal(shape, seed=2)
-    assert torch.equal(coded(x, block=block), expected(x, block))
-
-
-@settings(max_examples=50, deadline=None)
-@given(
-    values=st.lists(st.floats(-(2.0**127), 2.0**127, width=32), min_size=1, max_size=40),
-    block=st.integers(1, 12),
-)
-def test_any_finite_values_keep_the_definition(values, block):
-    x = torch.tensor(values)
-    assert torch.equal(coded(x, block=block), expected(x, block))
+    for scale in (1.0, 2.0**124, 2.0**-140):  # sums that float32 does not hold, and numbers that are not normal
+        x = scale * normal(shape, seed=2)
+        assert torch.equal(coded(x, block=block), expected(x, block)), scale
     assert torch.equal(coded(x, scale="none"), torch.where(x < 0, -1.0, 1.0))
 
 
@@ -60,11 +49,6 @@ def test_wire_is_scales_or_a_status_then_bits():
     assert wire[:8].view(torch.float32).tolist() == [2.0, 5.0]
     assert wire[8:].tolist() == [0b10001010, 0b01]
     assert build("signsgd", scale="none").encode(x).tolist() == [0, 0b10001010, 0b01]
-
-
-def test_the_bytes_are_a_bit_per_element():
-    assert build("signsgd").wire_bytes(1 << 20) == (1 << 17) + 4 * 4096
-    assert build("signsgd", scale="none").wire_bytes(1 << 20) == (1 << 17) + 1
 
 
 def test_plain_signs_show_what_is_not_finite_everywhere():
