@@ -19,13 +19,12 @@ from test_frameworks import (
     model_of,
     whole_gradients,
 )
-from test_naive import Branches, noise
+from test_naive import noise
 from torch import nn
 
 from gradwire.comm.collectives import ops
 from gradwire.comm.parallel import wrap
 from gradwire.comm.parallel.buckets import FEWEST, MB, plan
-from gradwire.comm.parallel.strategies.bucket import Bucket
 from gradwire.comm.parallel.strategy import strategy_of
 
 ONE_EACH = {"bucket_mb": 0}
@@ -94,27 +93,6 @@ def test_any_cut_averages(world, size):
             assert [name for bucket in table for name in bucket["names"]] == list(gradients[0])[::-1]
             for micro, mine in enumerate(gradients):
                 assert_near(mine, exact_gradients("gpt2", range(size), (micro,)))
-
-
-def in_another_order(rank, world, group):
-    """The order in which gradients get ready, of launches, and the gradients; ranks differ in the first only."""
-    model = wrap(Branches(), "bucket", device="cpu", **ONE_EACH)
-    way, ready, launched = strategy_of(model), [], []
-    take, start = way.ready, Bucket.start
-    way.ready = lambda name: (ready.append(name), take(name))
-    Bucket.start = lambda self, *rest: (launched.append(next(iter(self.parameters))), start(self, *rest))
-    try:
-        model(noise(1, 3, seed=rank), *(("left", "right") if rank else ("right", "left"))).backward()
-    finally:
-        Bucket.start = start
-    return ready, launched, whole_gradients(model)
-
-
-def test_every_rank_launches_in_the_same_order(world):
-    (ready, launched, found), (other_ready, other_launched, other) = world(2).run(in_another_order)
-    assert ready != other_ready and sorted(ready) == sorted(other_ready)
-    assert launched == other_launched == ["right.bias", "right.weight", "left.bias", "left.weight"]
-    assert all(torch.equal(found[name], other[name]) for name in found)
 
 
 def overlapped(rank, world, group):
