@@ -118,10 +118,6 @@ EXCEPT = {  # page, and how the block begins: why no test runs it as it is, or w
     ("docs/running.md", "make run CONFIG=configs/gpus.yaml"): "it needs GPUs; its grid: tests/bench/config",
     ("docs/explanation/lost-machines.md", "torchft_lighthouse"): "tests/faults/test_quorum.py starts one",
     ("docs/explanation/lost-machines.md", "from datetime"): "it needs several groups; tests/helpers/quorum_group.py",
-    (
-        "docs/gradients.md",
-        "from gradwire.attribution.collect.huggingface",
-    ): "it needs a Trainer; tests/attribution/collect/test_callback.py",
     ("docs/how-to/torchtitan.md", "for number, part"): "lines of examples/with_torchtitan.py, of which a test sees to",
     ("docs/how-to/configure.md", "results/<name>"): "a list of files; tests/bench/workflow",
 }

@@ -71,7 +71,6 @@ ROOMS = {  # page: its title and modules
         (
             "gradwire.attribution.persample.batch",
             "gradwire.attribution.persample.norms",
-            "gradwire.attribution.collect.huggingface",
             "gradwire.attribution.projections.base",
             "gradwire.attribution.store.store",
         ),
