@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 from gpu.part import DEVICE, SMALL, Part, Row, run, synchronize
+from gpu.torch_codecs import torch_cases
 from gpu.workers import Ranks, alone
 
 from gradwire.bench.codecs.bench import measure
-from gradwire.bench.codecs.cases import CHAINS, VARIANTS, Case, cases, torch_cases
+from gradwire.bench.codecs.cases import CHAINS, VARIANTS, Case, cases
 from gradwire.comm.compressors import build, registry
 from gradwire.comm.compressors.segments import Segments
 from gradwire.lm.models import causal
