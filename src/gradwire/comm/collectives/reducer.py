@@ -32,6 +32,7 @@ from gradwire.comm.collectives.queue import Handle, ReductionQueue, Task, build_
 from gradwire.comm.collectives.world import check_initialized
 from gradwire.comm.compressors import as_compressor
 from gradwire.comm.compressors.base import Compressor
+from gradwire.comm.compressors.driver import compile_kernels
 from gradwire.comm.reduction import ReducerOptions, Schedule
 
 Given: TypeAlias = Compressor | str | Mapping[str, Any]
@@ -221,7 +222,7 @@ class Reducer:
         return self.world == 1
 
     def prepare(self, kind: Kind, numel: int, device: torch.device | None = None) -> None:
-        """Resolve ``auto``, once, and connect the ranks; otherwise the first reduction does both.
+        """Resolve ``auto``, once, connect the ranks and compile kernels; else the first reduction does so.
 
         Ranks that then begin with different ones of several reducers, as in threads, would wait for each other.
 
@@ -234,6 +235,8 @@ class Reducer:
             self.algorithm = chosen(self.codec.schedule, self.codec.options, kind, numel, self.world)
         if device is not None and self.world > 1:
             connect(self.group, device, self.codec.options.overlap)
+            if device.type == "cpu" and self.algorithm != "native":
+                compile_kernels(self.compressors)
 
     def join(self, name: str, part: Reducer) -> None:
         """Attach a reducer over another process group; `finish` of this reducer finishes it too.

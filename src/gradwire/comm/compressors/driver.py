@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
+from threading import Thread
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 import torch
@@ -33,6 +34,8 @@ from gradwire.comm.compressors.segments import Buffers, Segments, Shape
 Onto: TypeAlias = Literal["sum", "zero", "blank"]
 ONTO: tuple[Onto, ...] = ("zero", "sum", "blank")
 REHEARSED = 2**14  # elements of a tensor
+HERE = torch.device("cpu")
+COMPILED: set[Driver] = set()  # compressors that `compile_kernels` was given
 
 
 class Driver(BaseModel):
@@ -289,6 +292,32 @@ def bounds(option: str, field: FieldInfo) -> str:
     return f" ({low[0]} {option} {high[0]})" if low and high else ""
 
 
+def compile_kernels(compressors: Iterable[Driver]) -> None:
+    """Compile kernels for a CPU in a thread, once in a process; until it ends, other threads take the reference.
+
+    Both have the same bytes. A process that ends earlier waits for the thread.
+    """
+    wanted = {compressor for compressor in compressors if has_kernel(compressor)} - COMPILED
+    if not wanted:
+        return
+    COMPILED.update(wanted)
+
+    def compile_wanted() -> None:
+        try:
+            encode_and_decode(wanted, [(5, 7), (11,)], HERE, True)
+        finally:
+            kernels.COMPILING.discard(thread)
+
+    thread = Thread(target=compile_wanted, name="gradwire-kernels")
+    kernels.COMPILING.add(thread)
+    thread.start()
+
+
+def has_kernel(compressor: Driver) -> bool:
+    """Whether the compressor, or a member of a chain, has a kernel for a CPU."""
+    return any(kernels.load(HERE.type, name) is not kernels.REFERENCE for name in compressor.name.split("+"))
+
+
 def rehearse(
     compressors: Iterable[Driver], shapes: Iterable[tuple[int, ...]], device: torch.device, *, feedback: bool
 ) -> None:
@@ -302,6 +331,15 @@ def rehearse(
         device: The device.
         feedback: Whether an encoding is also made with a residual.
     """
+    for thread in tuple(kernels.COMPILING):
+        thread.join()
+    encode_and_decode(compressors, shapes, device, feedback)
+
+
+def encode_and_decode(
+    compressors: Iterable[Driver], shapes: Iterable[tuple[int, ...]], device: torch.device, feedback: bool
+) -> None:
+    """Call compressors as reductions do; arguments as of `rehearse`."""
     forms = [*dict.fromkeys(map(first_rows, shapes))]
     starts = accumulate(map(math.prod, forms), initial=0)
     tensors = [*zip(starts, forms, strict=False)]

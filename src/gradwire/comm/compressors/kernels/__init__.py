@@ -12,6 +12,7 @@ from functools import cache, lru_cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from threading import Thread, current_thread
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from gradwire.comm.compressors.methods import FAMILIES
 from gradwire.comm.compressors.segments import Buffers, Segment, Segments
 
 OLDEST = (8, 0)  # compute capability that Triton compiles for
+COMPILING: set[Thread] = set()  # threads that compile kernels for a CPU, which have them before the others
 
 
 # Why: docs/decisions.md, "A reference implementation and its kernels, by one protocol".
@@ -75,7 +77,7 @@ REFERENCE = Kernel()
 
 
 def find(method: Any, device: torch.device) -> Kernel:
-    """The kernel of ``method`` on ``device``; `REFERENCE` if it has none.
+    """The kernel of ``method`` on ``device``; `REFERENCE` if it has none, or a thread is compiling it.
 
     Raises:
         BadInput: If the device is a GPU older than the kernels support.
@@ -85,6 +87,8 @@ def find(method: Any, device: torch.device) -> Kernel:
         return REFERENCE
     if device.type == "cuda":
         check_capability(method.name, device.index)
+    elif COMPILING and current_thread() not in COMPILING:
+        return REFERENCE
     return kernel
 
 

@@ -1,6 +1,6 @@
 """Kernels for one CPU core: a file for each family of methods, and here what several of their loops share.
 
-`compiled` keeps numba's machine code on disk.
+`compiled` keeps numba's machine code on disk; of several processes one compiles, and the others wait and read.
 
 They give the bits of the reference implementations: float32 arithmetic stays float32 (a bare literal would make it
 float64; numba makes integer arithmetic 64 bits wide) and is neither reassociated nor contracted; sums are float64
@@ -15,12 +15,18 @@ them need be aligned.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import math
 import os
+import stat
+import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
+from threading import Timer
 from types import FunctionType
 from typing import Any, NamedTuple, TypeVar
 
@@ -28,6 +34,7 @@ import numba
 import numpy as np
 import torch
 from numba import config
+from numba.core.compiler_lock import global_compiler_lock
 from torch import Tensor
 
 from gradwire.comm.compressors.kernels import Kernel
@@ -57,20 +64,31 @@ HERE = torch.device("cpu")
 def cache_folder() -> str:
     """Where compiled kernels are kept: a folder of the user's that goes by the digest of this folder's source.
 
-    numba notices an edit of a function's own file only, not of what it calls; the digest covers both.
+    numba notices an edit of a function's own file only, not of what it calls; the digest covers both. Where the user's
+    cache cannot be written, ranks on a machine share a folder for temporary files.
     """
     source = b"".join(file.read_bytes() for file in sorted(Path(__file__).parent.glob("*.py")))
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = root / "gradwire" / "numba" / hashlib.sha256(source).hexdigest()[:16]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        writable = os.access(folder, os.W_OK)
-    except OSError:
-        writable = False
-    return str(folder) if writable else tempfile.mkdtemp(prefix="gradwire-numba-")
+    digest = hashlib.sha256(source).hexdigest()[:16]
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gradwire"
+    temporary = Path(tempfile.gettempdir()) / f"gradwire-{os.getuid()}"
+    for root in (cache, temporary):
+        folder = root / "numba" / digest
+        with suppress(OSError):
+            root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
+            if os.access(folder, os.W_OK) and (root == cache or is_own(root)):
+                return str(folder)
+    return tempfile.mkdtemp(prefix="gradwire-numba-")
+
+
+def is_own(folder: Path) -> bool:
+    """Whether a folder belongs to this user, and nobody else may put code there."""
+    status = folder.lstat()
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
 
 
 CACHE = cache_folder()
+SILENT_S = 2.0  # what takes longer is announced
 
 
 def compiled(function: Function, reassociate: bool = False, inline: str = "never") -> Function:
@@ -78,9 +96,72 @@ def compiled(function: Function, reassociate: bool = False, inline: str = "never
     before, config.CACHE_DIR = config.CACHE_DIR, CACHE
     try:
         fastmath = {"reassoc"} if reassociate else False
-        return numba.njit(function, cache=True, nogil=True, error_model="numpy", fastmath=fastmath, inline=inline)
+        loop = numba.njit(function, cache=True, nogil=True, error_model="numpy", fastmath=fastmath, inline=inline)
     finally:
         config.CACHE_DIR = before
+    if not config.DISABLE_JIT:
+        loop.compile = partial(compile_alone, loop.compile, function.__qualname__)
+    return loop
+
+
+_compiling = False  # in this process; numba's lock guards it
+
+
+def compile_alone(compile_here: Callable[[Any], Any], name: str, signature: Any) -> Any:
+    """Compile a function with all that it calls, or take it from the disk, while no other process does so.
+
+    Of W ranks one compiles, and the others find the result on the disk. What takes longer than `SILENT_S` is announced.
+    """
+    global _compiling
+    with global_compiler_lock:
+        if _compiling:
+            return compile_here(signature)
+        _compiling = True
+        try:
+            with announced(name), locked(name):
+                return compile_here(signature)
+        finally:
+            _compiling = False
+
+
+@contextmanager
+def announced(name: str) -> Iterator[None]:
+    """Print a line on rank 0's stderr if the block takes longer than `SILENT_S`; a process prints one at most."""
+    timer = Timer(SILENT_S, announce, [name])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+_announced = False
+
+
+def announce(name: str) -> None:
+    """Say what is compiled, and where it is kept."""
+    global _announced
+    if not _announced and os.environ.get("RANK", "0") == "0":
+        _announced = True
+        print(
+            f"gradwire: compiling kernels for this processor, {name} first; later runs read them from {CACHE}",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+@contextmanager
+def locked(name: str) -> Iterator[None]:
+    """Wait until no other process compiles that function; where files cannot be locked, several may do so."""
+    with Path(CACHE, f"{name}.lock").open("a") as stream:
+        with suppress(OSError):
+            fcntl.flock(stream, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                fcntl.flock(stream, fcntl.LOCK_UN)  # closing is not enough where a worker was forked meanwhile
 
 
 def summing(function: Function) -> Function:
