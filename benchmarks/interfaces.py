@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import argparse
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from scipy.optimize import least_squares
@@ -21,7 +22,7 @@ from scipy.optimize import least_squares
 from gradwire.base.errors import BadInput
 from gradwire.bench.report.rows.record import Result, read_results
 from gradwire.bench.report.tables.cells import COMPRESSOR, LINK, STRATEGY, WORLD
-from gradwire.bench.report.tables.table import Column, markdown_of, megabytes, text
+from gradwire.bench.report.tables.table import Column, Table, megabytes, text
 from gradwire.comm.topology import link_rate
 
 SEED = Column("seed", "seed", "{:d}")
@@ -31,16 +32,29 @@ INTERFACES = (
     Column("explained", "explained", "{:.3f}"),
     Column("rest", "rest_percent", "{:+.1f}", " %"),
 )
+CARRIERS = {"exchange": "all_to_all", "gather": "all_gather"}  # else the framework's own collective
 CABLES = (STRATEGY, WORLD, Column("islands", "islands", "{:d}"), COMPRESSOR, LINK, SEED, *SEEN)
+
+
+def carrier(row: Result) -> str:
+    """Return the collective that carries the gradients of a row without bytes by collective."""
+    native = "reduce_scatter" if row.sharded else "all_reduce"
+    return CARRIERS.get(row.algorithm or "", native) if row.hooked else native
+
+
+def gathering(row: Result) -> str:
+    """Return the collective that gathers FSDP's parameters."""
+    compressed = (row.compress_config or {}).get("param_compress", "none") != "none"
+    return "all_to_all" if compressed else "all_gather"
 
 
 def counted(row: Result) -> dict[str, int]:
     """Return the counted bytes of all ranks by collective: gradients, parameters, and the flag of each step."""
-    gradients = row.bytes_by_op or {row.gradient_op: row.bytes_compressed_total or 0}
+    gradients = row.bytes_by_op or {carrier(row): row.bytes_compressed_total or 0}
     flows = [
         *gradients.items(),
         ("all_reduce", row.bytes_agreement_total),
-        (row.parameter_op, row.bytes_parameters_total),
+        (gathering(row), row.bytes_parameters_total),
     ]
     totals: defaultdict[str, int] = defaultdict(int)
     for op, sent in flows:
@@ -70,6 +84,11 @@ def backend_factors(rows: Sequence[Result]) -> dict[str, float]:
     return dict.fromkeys(ops, 1.0) | dict(zip(np.array(ops)[carried].tolist(), fitted.x.tolist(), strict=True))
 
 
+def table(records: Iterable[Mapping[str, Any]], columns: Iterable[Column]) -> str:
+    """Format records as Markdown."""
+    return Table.of("", "", records, columns).markdown()
+
+
 def interfaces(rows: Sequence[Result]) -> str:
     """Format the backend's factors on each link, as packets share headers on a fast one, and the table of bytes."""
     by_link: defaultdict[str, list[Result]] = defaultdict(list)
@@ -85,14 +104,12 @@ def interfaces(rows: Sequence[Result]) -> str:
         by_op, seen = counted(row), row.bytes_interface_total or 0
         sent = sum(by_op.values())
         explained = sum(factors[row.link][op] * of for op, of in by_op.items()) / sent
-        gathers = [row.parameter_op] if row.bytes_parameters_total else []
-        carriers = " + ".join([*(row.bytes_by_op or [row.gradient_op]), *gathers])
+        gathers = [gathering(row)] if row.bytes_parameters_total else []
+        carriers = " + ".join([*(row.bytes_by_op or [carrier(row)]), *gathers])
         of_row = {"counted": sent, "seen": seen, "quotient": seen / sent, "explained": explained}
         rest = {"rest_percent": 100 * (seen / sent / explained - 1)}
         records.append({**row.run._asdict(), "carriers": carriers, **of_row, **rest})
-    return f"Interface over counted bytes by collective, headers included: {ratios}.\n\n" + markdown_of(
-        records, INTERFACES
-    )
+    return f"Interface over counted bytes by collective, headers included: {ratios}.\n\n" + table(records, INTERFACES)
 
 
 def cables(rows: Sequence[Result]) -> str:
@@ -102,7 +119,7 @@ def cables(rows: Sequence[Result]) -> str:
         seen, sent = row.bytes_interface_between_total or 0, row.bytes_between_total
         of_row = {"counted": sent, "seen": seen, "quotient": seen / sent if sent else None}
         records.append({**row.run._asdict(), **of_row})
-    return markdown_of(records, CABLES)
+    return table(records, CABLES)
 
 
 def report(results: Sequence[Result]) -> str:

@@ -28,7 +28,6 @@ BF16 = "bf16-native"  # the label of the second baseline: the collective itself 
 ADAMW = "adamw"
 OWN_QUALITY = ("train", "perplexity")  # of the same run, so that its steps explain it
 Status = Literal["ok", "failed", "skipped", "diverged"]
-CARRIERS = {"exchange": "all_to_all", "gather": "all_gather"}  # else the framework's own collective, or torch's
 
 
 class Row(BaseModel):
@@ -228,20 +227,6 @@ class Result(Row):
     def mostly_float32(self) -> bool:
         """Whether the compressor encoded less than half of its elements."""
         return (self.fallback_fraction or 0) > 0.5
-
-    @property
-    def gradient_op(self) -> str:
-        """The collective that carries the gradients, or most of them."""
-        if self.bytes_by_op:
-            return max(self.bytes_by_op, key=self.bytes_by_op.__getitem__)
-        native = "reduce_scatter" if self.sharded else "all_reduce"
-        return CARRIERS.get(self.algorithm or "", native) if self.hooked else native
-
-    @property
-    def parameter_op(self) -> str:
-        """The collective that gathers FSDP's parameters."""
-        compressed = (self.compress_config or {}).get("param_compress", "none") != "none"
-        return "all_to_all" if compressed else "all_gather"
 
     @property
     def run(self) -> Run:

@@ -217,8 +217,3 @@ class Table:
         """Write all three files."""
         for suffix, text in (("csv", self.csv()), ("tex", self.latex() + "\n"), ("md", self.markdown() + "\n")):
             write_text(folder / f"{self.name}.{suffix}", text)
-
-
-def markdown_of(records: Iterable[Record], columns: Iterable[Column]) -> str:
-    """Format records as Markdown."""
-    return Table.of("", "", records, columns).markdown()
