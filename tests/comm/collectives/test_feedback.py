@@ -9,7 +9,7 @@ import pytest
 import torch
 from samples import METHODS, generator, normal
 
-from gradwire.comm.collectives.codec import Feedback
+from gradwire.comm.collectives.codec import Feedback, Residual
 from gradwire.comm.compressors import build
 from gradwire.comm.compressors.base import Compressor, Quantizer
 from gradwire.comm.compressors.sparse import Sparsifier
@@ -34,17 +34,28 @@ CODECS += [
 ]
 
 
-class Fed(Feedback):
-    """Error feedback of one gradient after the other."""
+class Fed:
+    """Error feedback of one gradient after the other, with another shard before it."""
+
+    def __init__(self, dtype, shape, device="cpu"):
+        self.shape = (shape,) if isinstance(shape, int) else shape
+        self.place = slice(3, 3 + math.prod(self.shape))
+        self.feedback = Feedback(dtype, [slice(0, 2), self.place], device=device)
+        self.kept = Residual(self.feedback, 1)
+
+    @property
+    def residual(self) -> torch.Tensor:
+        return self.kept.residual.view(self.shape)
 
     def compensate(self, gradient: torch.Tensor) -> torch.Tensor:
-        self.place = torch.empty(self.shape, device=self.device)
-        self.open(self.place)
-        self.corrected = self.place + gradient
+        self.opened = self.feedback.open()
+        self.corrected = self.opened[self.place].view(self.shape) + gradient
         return self.corrected
 
     def update(self, sent: torch.Tensor) -> None:
-        self.close(self.place.copy_(self.corrected - sent), torch.zeros(1, dtype=torch.uint8, device=self.device))
+        self.opened[self.place] = (self.corrected - sent).view(-1)
+        self.feedback.close(self.opened, torch.zeros(2, dtype=torch.uint8, device=self.opened.device))
+        assert not self.feedback.residual(0).any()
 
 
 def feedback(shape, dtype="float32") -> Fed:
@@ -100,7 +111,7 @@ def test_a_step_is_its_definition(shape, residual):
 
 @pytest.mark.parametrize(("residual", "bytes_"), [("float32", 4000), ("bf16", 2000), ("int8", 1016)])
 def test_its_memory_is_stated(residual, bytes_):
-    assert feedback(1000, residual).nbytes == bytes_
+    assert feedback(1000, residual).kept.nbytes == bytes_
 
 
 @pytest.mark.parametrize(
@@ -133,10 +144,10 @@ def test_what_is_not_finite_is_dropped_and_the_next_step_is_a_first_one():
         start(kept)
         kept.update(kept.compensate(torch.full((300,), math.nan)) * 0.5)
         assert kept.residual.isnan().all()
-        kept.drop()
+        kept.kept.drop()
         assert not kept.residual.any()
         kept.compensate(torch.full((300,), math.inf))
-        kept.drop()  # before the error is kept, too
+        kept.feedback.drop()  # before the error is kept, too
         assert torch.equal(kept.compensate(normal(300)), normal(300))
 
 
@@ -151,16 +162,16 @@ def test_a_loaded_state_continues_the_run(residual):
     kept, fresh = (feedback((7, 43), residual) for _ in range(2))
     for seed in range(5):
         step(kept, seed)
-    fresh.load_state_dict({key: value.clone() for key, value in kept.state_dict().items()})
+    fresh.kept.load_state_dict({key: value.clone() for key, value in kept.kept.state_dict().items()})
     for seed in range(5, 8):
         assert torch.equal(step(kept, seed), step(fresh, seed))
 
 
 def test_a_state_of_other_options_or_shapes_is_refused():
-    state = feedback(300, "bf16").state_dict()
+    state = feedback(300, "bf16").kept.state_dict()
     for other in (feedback(300), feedback(299, "bf16")):
         with pytest.raises(ValueError, match=r"keeps .*residual.* was given .*bf16"):
-            other.load_state_dict(state)
+            other.kept.load_state_dict(state)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

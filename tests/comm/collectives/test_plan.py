@@ -15,10 +15,10 @@ every_granularity = pytest.mark.parametrize("granularity", ["piece", "row"])
 
 
 def encoded(table, flat):
-    message = torch.empty(table.total, dtype=torch.uint8)
+    message = torch.empty(table.sizes.total, dtype=torch.uint8)
     for batch in table.batches:
         batch.compressor.encode_many(batch.values(flat), batch.segments, message)
-    return message, [[size for row in table.sizes for size in row]]
+    return message, table.sizes.encodings
 
 
 @every_granularity
@@ -26,12 +26,12 @@ def encoded(table, flat):
 def test_what_is_encoded_decodes_to_its_place(cut, granularity):
     layout = cut(SHAPES, 2)
     flat = layout.pack({name: torch.randn(shape, generator=torch.Generator().manual_seed(1)) for name, shape in SHAPES})
-    plan = Plan.of(layout, build("bf16"), EXEMPT, granularity)
-    assert (plan.numel, plan.exempt) == (46, 8)
+    plan = Plan.of(layout, build("bf16"), EXEMPT, granularity, 0)
+    assert (plan.numel, plan.exempt_numel) == (46, 8)
     for table in (plan.whole, plan.undivided):
         message, lengths = encoded(table, flat)
         out = layout.empty(flat.device)
-        table.decode(message, lengths, out, "blank")
+        table.decode(message, 1, lengths, out, "blank")
         for shard in layout.shards:
             exact = flat[shard.place]
             kept = exact if len(shard.shape) == 1 else exact.to(torch.bfloat16).float()
@@ -42,17 +42,17 @@ def test_what_is_encoded_decodes_to_its_place(cut, granularity):
 def test_a_row_is_a_part_of_the_whole_message(granularity):
     layout = Layout.dim0(SHAPES, 2)
     flat = layout.pack({name: torch.ones(shape) for name, shape in SHAPES})
-    plan = Plan.of(layout, build("int8", block=4), EXEMPT, granularity)
-    whole, _ = encoded(plan.whole, flat)
-    rows = [encoded(table, row)[0] for table, row in zip(plan.rows, flat.view(2, -1), strict=True)]
+    plans = [Plan.of(layout, build("int8", block=4), EXEMPT, granularity, rank) for rank in range(2)]
+    whole, _ = encoded(plans[0].whole, flat)
+    rows = [encoded(plan.row, row)[0] for plan, row in zip(plans, flat.view(2, -1), strict=True)]
     assert torch.equal(torch.cat(rows), whole)
 
 
 def test_sizes_that_depend_on_the_data_are_unknown():
-    plan = Plan.of(Layout.dim0(SHAPES, 2), build("threshold"), EXEMPT, "piece")
-    assert plan.whole.total is None and [None in row for row in plan.whole.sizes] == [True, True]
-    exact = Plan.of(Layout.dim0(SHAPES, 2), FLOAT32, Exempt(), "piece")
-    assert exact.whole.total == 4 * 46 and len(exact.whole.batches) == 1
+    sizes = Plan.of(Layout.dim0(SHAPES, 2), build("threshold"), EXEMPT, "piece", 0).whole.sizes
+    assert sizes.total is None and [None in row for row in sizes.encodings] == [True, True]
+    exact = Plan.of(Layout.dim0(SHAPES, 2), FLOAT32, Exempt(), "piece", 0)
+    assert exact.whole.sizes.total == 4 * 46 and len(exact.whole.batches) == 1
 
 
 def test_float32_shards_without_a_gap_travel_as_one():

@@ -17,6 +17,7 @@ from gradwire.base.errors import BadInput, NonFiniteGradient, RunFault
 from gradwire.comm.closed_forms import raw_bytes
 from gradwire.comm.collectives import METER, Exempt, Layout, Reducer, ops, state
 from gradwire.comm.collectives.algorithms import exchange
+from gradwire.comm.collectives.plan import Sizes
 from gradwire.comm.collectives.queue import run
 from gradwire.comm.collectives.reducer import ALGORITHMS, check_options
 from gradwire.comm.compressors import available, build
@@ -679,8 +680,8 @@ def test_large_messages_arrive_alike_in_one_part_and_in_several(world, size):
 
 
 def nothing_to_exchange(rank, world, group):
-    empty = [[]] * world
-    return run(exchange(torch.empty(0, dtype=torch.uint8), empty, empty, empty, METER), group)[1]
+    empty = Sizes.of([[]] * world)
+    return run(exchange(torch.empty(0, dtype=torch.uint8), empty.encodings, empty, empty, METER), group)[1]
 
 
 def test_an_exchange_of_nothing(turns):

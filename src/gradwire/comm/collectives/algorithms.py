@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
@@ -20,16 +21,16 @@ from torch import Tensor
 from gradwire.comm.closed_forms import FLOAT32_BYTES, rank_bytes, share, total_bytes
 from gradwire.comm.collectives import ops
 from gradwire.comm.collectives.codec import Codec, Feedback, counted, is_exact
-from gradwire.comm.collectives.layout import Kind, Layout, Shard
+from gradwire.comm.collectives.layout import Kind, Layout, Run, Shard
 from gradwire.comm.collectives.meter import Meter
 from gradwire.comm.collectives.plan import FLOAT32, Plan, Sizes
 from gradwire.comm.collectives.queue import Request, Task
 from gradwire.comm.collectives.state import Phase
 from gradwire.comm.compressors.base import Compressor
-from gradwire.comm.compressors.rounds import Context, ReduceRequest, Rounds, State
-from gradwire.comm.compressors.segments import Segments
+from gradwire.comm.compressors.rounds import Context, ReduceRequest, RoundCost, Rounds, State
 
 T = TypeVar("T")
+Lengths: TypeAlias = Sequence[Sequence[Any]]  # bytes of encodings, by message; all of them are known
 Fused: TypeAlias = tuple[Request, Callable[[Tensor], list[Tensor]]]  # a collective of several tensors, and their parts
 
 
@@ -89,51 +90,50 @@ class Exchange(Algorithm):
     def mean_of_row(self, flat: Tensor, layout: Layout) -> Task[Tensor]:
         """Encode all rows and send them to their owners; decode and average this rank's row."""
         codec, ranks = self.codec, self.ranks
-        plan = codec.plan(layout, "scatter")
-        row = plan.rows[ranks.rank]
+        plan = codec.plan(layout, "scatter", ranks.rank)
         with ranks.meter.span("encode", "codec", device=flat.device):
             message, lengths = codec.encode(flat, plan.whole, "scatter", lambda row: int(row != ranks.rank))
-        sizes = plan.whole.sizes
+        sizes, mine = plan.whole.sizes, plan.row.sizes.times(ranks.world)
         incoming, lengths = yield from exchange(
-            message, lengths, sizes, [*row.sizes] * ranks.world, ranks.meter, parts=parts_of(sizes, flat.device)
+            message, lengths, sizes, mine, ranks.meter, parts=parts_of(sizes, flat.device)
         )
         with ranks.meter.span("decode", "codec", device=flat.device):
             mean = torch.zeros(layout.row_numel, dtype=torch.float32, device=flat.device)
-            row.decode(incoming, lengths, mean, "zero")  # summed in rank order
+            plan.row.decode(incoming, ranks.world, lengths, mean, "zero")  # summed in rank order
             return mean.div_(ranks.world)
 
     def mean_everywhere(self, flat: Tensor, layout: Layout) -> Task[Tensor]:
         """Reduce-scatter, then gather the means; all ranks use the decoded values, the owner too."""
         codec, ranks = self.codec, self.ranks
-        plan = codec.plan(layout, "gather")  # of this step; a later one may have begun when the rows are there
+        plan = codec.plan(layout, "gather", ranks.rank)  # of this step: the rows may be there in a later one
         mean = yield from self.mean_of_row(flat, layout)
         with ranks.meter.span("encode", "codec", device=flat.device):
-            message, lengths = codec.encode(mean, plan.rows[ranks.rank], "gather", lambda _: ranks.world - 1)
+            message, lengths = codec.encode(mean, plan.row, "gather", lambda _: ranks.world - 1)
         incoming, lengths = yield from gather_rows(message, lengths, plan, ranks)
         with ranks.meter.span("decode", "codec", device=flat.device):
             full = layout.empty(mean.device)
-            plan.whole.decode(incoming, lengths, full, "blank")
+            plan.whole.decode(incoming, 1, lengths, full, "blank")
             return full
 
     def closed_form(self, layout: Layout, kind: Kind) -> int | None:
         """Return the bytes of the other ranks' rows, and for an all-reduce of its own row to each of them."""
-        plans = self._plans(layout, kind)
-        if any(plan.whole.total is None for plan in plans):
+        sizes = [plan.whole.sizes for plan in self._plans(layout, kind)]
+        if not all(of_plan.fixed for of_plan in sizes):
             return None
-        scattered, *means = ([sum(size or 0 for size in row) for row in plan.whole.sizes] for plan in plans)
+        scattered, *means = (of_plan.known for of_plan in sizes)
         mine = self.ranks.rank
         return sum(scattered) - scattered[mine] + sum((self.ranks.world - 1) * gathered[mine] for gathered in means)
 
     def closed_total(self, layout: Layout, kind: Kind) -> int | None:
         """Return the bytes of all rows, from and to each of the other ranks."""
-        totals = [plan.whole.total for plan in self._plans(layout, kind)]
+        totals = [plan.whole.sizes.total for plan in self._plans(layout, kind)]
         known = [total for total in totals if total is not None]
         return (self.ranks.world - 1) * sum(known) if len(known) == len(totals) else None
 
     def _plans(self, layout: Layout, kind: Kind) -> list[Plan]:
         """Return the plans of the encodings that travel."""
         phases: tuple[Phase, ...] = ("scatter", "gather") if kind == "all_reduce" else ("scatter",)
-        return [self.codec.plan(layout, phase) for phase in phases]
+        return [self.codec.plan(layout, phase, self.ranks.rank) for phase in phases]
 
 
 class Gather(Algorithm):
@@ -151,40 +151,30 @@ class Gather(Algorithm):
     def mean_everywhere(self, flat: Tensor, layout: Layout) -> Task[Tensor]:
         """Encode everything, gather, decode and average, summed in rank order."""
         codec, ranks = self.codec, self.ranks
-        table = codec.plan(layout, "scatter").undivided
+        table = codec.plan(layout, "scatter", ranks.rank).undivided
         with ranks.meter.span("encode", "codec", device=flat.device):
-            message, by_row = codec.encode(flat, table, "scatter", lambda _: ranks.world - 1)
-        lengths = joined(by_row) * ranks.world
-        if table.total is None:
-            sizes = joined(table.sizes) * ranks.world
+            message, lengths = codec.encode(flat, table, "scatter", lambda _: ranks.world - 1)
+        if not table.sizes.fixed:
+            sizes = Sizes.of(joined(table.sizes.encodings)).times(ranks.world)
             incoming, lengths = yield from exchange(
-                torch.cat([message] * ranks.world), lengths, sizes, sizes, ranks.meter
+                torch.cat([message] * ranks.world), joined(lengths) * ranks.world, sizes, sizes, ranks.meter
             )
         else:
             [incoming] = yield [partial(ops.begin_all_gather, message, purpose="payload", meter=ranks.meter)]
         with ranks.meter.span("decode", "codec", device=flat.device):
             mean = layout.empty(flat.device)
-            table.decode(incoming.view(-1), lengths, mean, "zero")
+            table.decode(incoming.view(-1), ranks.world, lengths, mean, "zero")
             return mean.div_(ranks.world)
 
     def closed_form(self, layout: Layout, kind: Kind) -> int | None:
         """Return the bytes of this rank's encodings to each of the others."""
-        total = self.codec.plan(layout, "scatter").undivided.total
+        total = self.codec.plan(layout, "scatter", self.ranks.rank).undivided.sizes.total
         return None if total is None else (self.ranks.world - 1) * total
 
     def closed_total(self, layout: Layout, kind: Kind) -> int | None:
         """Return the bytes of every rank, which are equal."""
         alone = self.closed_form(layout, kind)
         return None if alone is None else self.ranks.world * alone
-
-
-class Run(NamedTuple):
-    """``x.flatten()[first:first + numel]`` is ``flat[start:start + numel]``; in one row, where rows are apart."""
-
-    row: int
-    start: int
-    first: int
-    numel: int
 
 
 class Group(NamedTuple):
@@ -195,6 +185,7 @@ class Group(NamedTuple):
         parameters: The parameters, each as one shard.
         form: The shape of x: a parameter's; [parameters, n, m] of stacked matrices; a vector of joined parameters.
         runs: The buffer's elements, in the order of x.
+        rows: The position in x of each row's elements, which follow each other where rows are apart.
         feedback: Whether what is not sent is kept.
         joined: Whether x is a vector of several parameters, whose rounds keep nothing.
     """
@@ -203,6 +194,7 @@ class Group(NamedTuple):
     parameters: tuple[Shard, ...]
     form: tuple[int, ...]
     runs: tuple[Run, ...]
+    rows: tuple[slice, ...]
     feedback: bool
     joined: bool
 
@@ -211,7 +203,7 @@ class Group(NamedTuple):
         cls,
         compressor: Compressor,
         parameters: Sequence[tuple[Shard, ...]],
-        by_row: bool,
+        layout: Layout,
         feedback: bool,
         joined: bool,
     ) -> Group:
@@ -219,18 +211,15 @@ class Group(NamedTuple):
         shards = [shard for parameter in parameters for shard in parameter]
         if joined:
             shards.sort(key=lambda shard: shard.start)
-        runs: list[Run] = []
-        first = 0
+        numels = [0] * layout.world
         for shard in shards:
-            last = runs[-1] if runs else None
-            if last and last.start + last.numel == shard.start and (last.row == shard.row or not by_row):
-                runs[-1] = last._replace(numel=last.numel + shard.numel)
-            else:
-                runs.append(Run(shard.row, shard.start, first, shard.numel))
-            first += shard.numel
+            numels[shard.row] += shard.numel
+        ends = [*accumulate(numels)]
+        rows = tuple(slice(end - numel, end) for end, numel in zip(ends, numels, strict=True))
         wholes = tuple(map(whole, parameters))
         alone = wholes[0].form if len(wholes) == 1 else (len(wholes), *wholes[0].form)
-        return cls(compressor, wholes, (first,) if joined else alone, tuple(runs), feedback, joined)
+        form = (ends[-1],) if joined else alone
+        return cls(compressor, wholes, form, Run.merged(shards, layout.by_row), rows, feedback, joined)
 
     @property
     def counts(self) -> Counter[str]:
@@ -240,20 +229,55 @@ class Group(NamedTuple):
             total.update(counted(self.compressor, parameter.form))
         return total
 
+    @property
+    def places(self) -> list[slice]:
+        """The position of each parameter in x, as a vector."""
+        ends = [*accumulate(parameter.numel for parameter in self.parameters)]
+        return [slice(end - parameter.numel, end) for parameter, end in zip(self.parameters, ends, strict=True)]
+
     def is_buffer(self, numel: int) -> bool:
         """Whether x has all of a buffer's elements, in its order; stacked matrices have another one."""
-        return math.prod(self.form) == numel and all(run.first == run.start for run in self.runs)
-
-    def in_row(self, row: int) -> slice:
-        """Return the position in x of a row's elements, where they follow each other."""
-        runs = [run for run in self.runs if run.row == row]
-        return slice(runs[0].first, runs[-1].first + runs[-1].numel) if runs else slice(0, 0)
+        return math.prod(self.form) == numel and all(
+            run.first == run.start and run.step == run.stride for run in self.runs
+        )
 
     def taken(self, flat: Tensor) -> Tensor:
         """Return x, float32 [parameters, numel], of joined parameters [1, numel]; it may share the buffer's memory."""
-        parts = [flat[run.start : run.start + run.numel] for run in self.runs]
-        values = (parts[0] if len(parts) == 1 else torch.cat(parts)).to(torch.float32)
+        if len(self.runs) == 1:
+            values = self.runs[0].in_buffer(flat).reshape(-1).to(torch.float32)
+        else:
+            values = torch.empty(math.prod(self.form), dtype=torch.float32, device=flat.device)
+            for run in self.runs:
+                run.in_vector(values).copy_(run.in_buffer(flat))
         return values.view(1 if self.joined else len(self.parameters), -1)
+
+
+class Rows(NamedTuple):
+    """Some rows, one after the other, that have as many elements of each group.
+
+    Attributes:
+        first: The first one.
+        number: Their number.
+        starts: Where the first one begins in each group's x.
+        numels: Elements of each group in a row.
+    """
+
+    first: int
+    number: int
+    starts: tuple[int, ...]
+    numels: tuple[int, ...]
+
+    @classmethod
+    def of(cls, groups: Sequence[Group]) -> list[Rows]:
+        """Return all rows."""
+        alike: list[Rows] = []
+        for row, places in enumerate(zip(*(group.rows for group in groups), strict=True)):
+            numels = tuple(place.stop - place.start for place in places)
+            if alike and alike[-1].numels == numels:
+                alike[-1] = alike[-1]._replace(number=alike[-1].number + 1)
+            else:
+                alike.append(cls(row, 1, tuple(place.start for place in places), numels))
+        return alike
 
 
 class RoundState(NamedTuple):
@@ -264,7 +288,7 @@ class RoundState(NamedTuple):
         rounds: The compressor's generator.
         x: This rank's values, with residuals added, in the place of those: float32 [parameters, numel].
         bad: Whether a parameter's gradient is not finite: uint8 [parameters].
-        feedbacks: Each parameter's error feedback.
+        feedback: The parameters' error feedback; None without it.
         residual: Their residuals, as x.
         states: The compressor's state of each parameter.
         state: The same, stacked.
@@ -274,7 +298,7 @@ class RoundState(NamedTuple):
     rounds: Rounds
     x: Tensor
     bad: Tensor
-    feedbacks: list[Feedback]
+    feedback: Feedback | None
     residual: Tensor | None
     states: list[State]
     state: State
@@ -290,13 +314,16 @@ class Native(Algorithm):
         """Return this rank's row; if a compressor reduces by rows, only that part is summed."""
         means = yield from self._means(flat, layout, "reduce_scatter")
         out = torch.zeros(layout.row_numel, dtype=torch.float32, device=flat.device)
+        rank = self.ranks.rank
         for group, mean in means:
-            mine = group.in_row(self.ranks.rank)
+            mine = group.rows[rank]
             first = mine.start if mean.numel() == mine.stop - mine.start else 0  # that part, or all
             for run in group.runs:
-                if run.row == self.ranks.rank:
-                    start = run.start - run.row * layout.row_numel
-                    out[start : start + run.numel] = mean[run.first - first : run.first - first + run.numel]
+                if run.row <= rank < run.row + run.pieces:
+                    piece = rank - run.row
+                    start = run.start + piece * run.stride - rank * layout.row_numel
+                    of_mean = run.first + piece * run.step - first
+                    out[start : start + run.numel] = mean[of_mean : of_mean + run.numel]
         return out
 
     def mean_everywhere(self, flat: Tensor, layout: Layout) -> Task[Tensor]:
@@ -307,7 +334,7 @@ class Native(Algorithm):
         out = layout.empty(flat.device)
         for group, mean in means:
             for run in group.runs:
-                out[run.start : run.start + run.numel] = mean[run.first : run.first + run.numel]
+                run.in_buffer(out).copy_(run.in_vector(mean))
         return out
 
     def closed_form(self, layout: Layout, kind: Kind) -> int | None:
@@ -322,17 +349,24 @@ class Native(Algorithm):
 
     def _closed(self, layout: Layout, kind: Kind) -> tuple[int, int]:
         """Return the bytes that are all-reduced, and those that a rank sends to each of the others."""
-        summed = gathered = 0
+        step = self.codec.method_step
+        costs = tuple(self.codec.of(whole, "scatter").round_cost(whole.form, step) for whole in layout.wholes)
+        rows = self._plan(layout).derive(("closed", kind, costs), lambda: self._row_bytes(layout, kind, costs))
+        gathered = sum(cost.gathered for cost in costs)
+        summed = sum(cost.summed for cost in costs)
+        return (summed + rows, gathered) if kind == "all_reduce" else (summed, gathered + rows)
+
+    def _row_bytes(self, layout: Layout, kind: Kind, costs: Sequence[RoundCost]) -> int:
+        """Return the bytes of what is reduced by rows: of all rows, or for a reduce-scatter of the longest."""
         rows: defaultdict[int, list[int]] = defaultdict(lambda: [0] * self.ranks.world)  # by size of an element
-        for shards in layout.parameters.values():
-            parameter = whole(shards)
-            cost = self.codec.of(parameter, "scatter").round_cost(parameter.form, self.codec.method_step)
-            summed, gathered = summed + cost.summed, gathered + cost.gathered
+        for cost, parameter, shards in zip(costs, layout.wholes, layout.parameters.values(), strict=True):
             for shard in shards:
                 rows[cost.rows // parameter.numel][shard.row] += shard.numel
-        if kind == "all_reduce":
-            return summed + sum(size * sum(numels) for size, numels in rows.items()), gathered
-        return summed, gathered + sum(size * max(numels) for size, numels in rows.items())
+        return sum(size * (sum if kind == "all_reduce" else max)(numels) for size, numels in rows.items())
+
+    def _plan(self, layout: Layout) -> Plan:
+        """Return the plan, which keeps what is derived from it."""
+        return self.codec.plan(layout, "scatter", self.ranks.rank)
 
     def _all_reduced(self, nbytes: int) -> int:
         """Return the bytes that this rank sends in an all-reduce of so many."""
@@ -361,16 +395,15 @@ class Native(Algorithm):
             alike = None if joined else form if compressor.stacks(form) else parameter.name
             together[compressor, feedback, joined, alike].append(shards)
         return [
-            Group.of(compressor, parameters, layout.by_row, feedback, joined)
+            Group.of(compressor, parameters, layout, feedback, joined)
             for (compressor, feedback, joined, _), parameters in together.items()
         ]
 
     def _means(self, flat: Tensor, layout: Layout, kind: Kind) -> Task[list[tuple[Group, Tensor]]]:
         """Return every group's mean as a vector: whole, or this rank's part if its compressor reduces by rows."""
-        batches = self.codec.plan(layout, "scatter").whole.batches
-        if not batches:
+        if not layout.shards:
             return []
-        kept = batches[0].segments
+        kept = self._plan(layout)
         self.codec.counts["exact"] += kept.derive(("exact", kind), lambda: self._exact(layout, kind))
         with self.ranks.meter.span("encode", "codec", device=flat.device):
             groups = kept.derive("groups", lambda: self._groups(layout))
@@ -378,7 +411,7 @@ class Native(Algorithm):
             waiting = {i: next(reduction.rounds) for i, reduction in enumerate(reductions)}
         means: dict[int, Tensor] = {}
         while waiting:
-            answers = yield from self._answers(reductions, waiting, kind)
+            answers = yield from self._answers(reductions, waiting, kind, kept)
             waiting = {}
             with self.ranks.meter.span("encode", "codec", device=flat.device):
                 for i, answer in answers.items():
@@ -390,18 +423,14 @@ class Native(Algorithm):
                         self._update(reductions[i], sent)
         return [(reduction.group, means[i]) for i, reduction in enumerate(reductions)]
 
-    def _begun(self, flat: Tensor, group: Group, kept: Segments, number: int) -> RoundState:
+    def _begun(self, flat: Tensor, group: Group, kept: Plan, number: int) -> RoundState:
         """Start a group's rounds, with residuals added."""
         codec, compressor, parameters = self.codec, group.compressor, group.parameters
-        x, feedbacks, residual = group.taken(flat), list[Feedback](), None
+        x, feedback, residual = group.taken(flat), None, None
         if group.feedback:
-            shape = x.shape
-            feedbacks = [codec.feedback(parameter, "scatter", flat.device) for parameter in parameters]
-            key = "residual", number, flat.device
-            in_place = feedbacks[0].in_place
-            residual = kept.derive(key, lambda: x.new_zeros(shape)) if in_place else x.new_zeros(shape)
-            for feedback, part in zip(feedbacks, residual, strict=True):
-                feedback.open(part)
+            earlier: dict[str, Any] = kept.derive(("feedback", number, flat.device), dict)
+            feedback = codec.feedback(earlier, lambda: parameters, lambda: group.places, "scatter", flat.device)
+            residual = feedback.open().view(x.shape)
             x = residual.add_(x)  # until `_update` puts the new ones there
         bad = compressor.rows_not_representable(x).to(torch.uint8)
         codec.note(bad.amax(0, keepdim=True))
@@ -417,7 +446,7 @@ class Native(Algorithm):
             parameters[0].name, parameters[0].form, codec.step, self.ranks.world, codec.seed, group.feedback
         )
         rounds = compressor.rounds(x.view(group.form), state, context)
-        return RoundState(group, rounds, x, bad, feedbacks, residual, states, state)
+        return RoundState(group, rounds, x, bad, feedback, residual, states, state)
 
     def _update(self, reduction: RoundState, sent: Tensor) -> None:
         """Keep the compressor's state, and what of compensated parameters was not sent."""
@@ -425,34 +454,35 @@ class Native(Algorithm):
             for key, values in reduction.state.items():
                 for state, part in zip(reduction.states, values, strict=True):
                     state[key] = part
-        if reduction.residual is None:
+        if reduction.feedback is None or reduction.residual is None:
             return
         sent = sent.reshape(reduction.x.shape)
         bad = reduction.bad | FLOAT32.rows_not_representable(sent)  # what PowerSGD sends depends on the other ranks too
         reduction.residual.sub_(sent)
         if bad.device.type != "cpu" or bad.any():  # a pass over all values; on a GPU asking would wait
             reduction.residual.masked_fill_(bad.to(torch.bool)[:, None], 0)
-        for feedback, error, flag in zip(reduction.feedbacks, reduction.residual, bad.split(1), strict=True):
-            feedback.close(error, flag)
+        reduction.feedback.close(reduction.residual.view(-1), bad.to(torch.uint8))
         self.codec.note_dropped(bad.sum(0, keepdim=True))
 
     def _answers(
-        self, reductions: Sequence[RoundState], requests: dict[int, ReduceRequest], kind: Kind
+        self, reductions: Sequence[RoundState], requests: dict[int, ReduceRequest], kind: Kind, kept: Plan
     ) -> Task[dict[int, Tensor]]:
         """Return the answers to the groups' requests, with one collective per operation and dtype."""
-        alike: defaultdict[tuple[str, torch.dtype, bool], list[int]] = defaultdict(list)
+        together: defaultdict[tuple[str, torch.dtype, bool], list[int]] = defaultdict(list)
         for i, request in requests.items():
-            alike[request.op, request.tensor.dtype, request.rows and kind == "reduce_scatter"].append(i)
+            together[request.op, request.tensor.dtype, request.rows and kind == "reduce_scatter"].append(i)
         fused = []
-        for (op, _, by_row), members in alike.items():
+        for (op, _, by_row), members in together.items():
             tensors = [requests[i].tensor for i in members]
             if by_row:
-                fused.append(self._sum_rows([reductions[i].group for i in members], tensors))
+                groups = [reductions[i].group for i in members]
+                alike = kept.derive(("rows", *members), partial(Rows.of, groups))
+                fused.append(self._sum_rows(alike, tensors))
             else:
                 fused.append(self._fused(op, tensors, spare=requests[members[0]].spare))
         results = yield [request for request, _ in fused]
         answers: dict[int, Tensor] = {}
-        for members, (_, parts_of), result in zip(alike.values(), fused, results, strict=True):
+        for members, (_, parts_of), result in zip(together.values(), fused, results, strict=True):
             answers.update(zip(members, parts_of(result), strict=True))
         return answers
 
@@ -471,20 +501,22 @@ class Native(Algorithm):
             return partial(ops.begin_all_gather, vector, **counted), parts_of
         return partial(ops.begin_all_reduce, vector, op, **counted), parts_of
 
-    def _sum_rows(self, groups: Sequence[Group], tensors: Sequence[Tensor]) -> Fused:
+    def _sum_rows(self, alike: Sequence[Rows], tensors: Sequence[Tensor]) -> Fused:
         """Reduce-scatter tensors in one collective, padded to the longest row, to this rank's parts as vectors."""
         world, rank = self.ranks.world, self.ranks.rank
-        places = [[of.in_row(row) for of in groups] for row in range(world)]
-        numels = [[place.stop - place.start for place in row] for row in places]
-        longest = max(map(sum, numels))
+        longest = max(sum(rows.numels) for rows in alike)
         buffer = torch.zeros((world, longest), dtype=tensors[0].dtype, device=tensors[0].device)
-        for row, slices in enumerate(places):
-            parts = [tensor.reshape(-1)[place] for tensor, place in zip(tensors, slices, strict=True)]
-            buffer[row, : sum(numels[row])] = torch.cat(parts)
-        lacking = sum(longest - sum(row) for index, row in enumerate(numels) if index != rank)
-        self.codec.counts["padding"] += lacking * buffer.element_size()
+        for rows in alike:
+            column = 0
+            for start, numel, tensor in zip(rows.starts, rows.numels, tensors, strict=True):
+                part = tensor.reshape(-1)[start : start + rows.number * numel]
+                buffer[rows.first : rows.first + rows.number, column : column + numel] = part.view(rows.number, numel)
+                column += numel
+        mine = next(rows.numels for rows in alike if rows.first <= rank < rows.first + rows.number)
+        padding = sum(rows.number * (longest - sum(rows.numels)) for rows in alike) - (longest - sum(mine))
+        self.codec.counts["padding"] += padding * buffer.element_size()
         request = partial(ops.begin_reduce_scatter, buffer, purpose="payload", meter=self.ranks.meter)
-        return request, lambda result: list(result[: sum(numels[rank])].split(numels[rank]))
+        return request, lambda result: list(result[: sum(mine)].split(mine))
 
 
 ALGORITHMS: dict[str, type[Algorithm]] = {"exchange": Exchange, "gather": Gather, "native": Native}
@@ -502,8 +534,8 @@ def whole(shards: tuple[Shard, ...]) -> Shard:
 
 
 def gather_rows(
-    message: Tensor, lengths: Sequence[Sequence[int]], plan: Plan, ranks: Ranks, purpose: str = "payload"
-) -> Task[tuple[Tensor, list[list[int]]]]:
+    message: Tensor, lengths: Lengths, plan: Plan, ranks: Ranks, purpose: str = "payload"
+) -> Task[tuple[Tensor, Lengths]]:
     """Send the encodings of this rank's row to all ranks, and receive those of all rows.
 
     Args:
@@ -514,14 +546,12 @@ def gather_rows(
         purpose: The purpose that the bytes are counted for.
 
     Returns:
-        The encodings of the whole buffer: uint8 vector; and the bytes of each, as one message.
+        The encodings of the whole buffer: uint8 vector; and the bytes of each, by row.
     """
     sizes, copies = plan.whole.sizes, torch.cat([message] * ranks.world)
-    known = [*plan.rows[ranks.rank].sizes] * ranks.world
-    incoming, by_row = yield from exchange(
-        copies, [*lengths] * ranks.world, known, sizes, ranks.meter, purpose, parts=parts_of(sizes, message.device)
-    )
-    return incoming, joined(by_row)
+    known, parts = plan.row.sizes.times(ranks.world), parts_of(sizes, message.device)
+    every = [*lengths] * ranks.world
+    return (yield from exchange(copies, every, known, sizes, ranks.meter, purpose, parts=parts))
 
 
 def joined(rows: Iterable[Iterable[T]]) -> list[list[T]]:
@@ -531,22 +561,22 @@ def joined(rows: Iterable[Iterable[T]]) -> list[list[T]]:
 
 def exchange(
     message: Tensor,
-    lengths_out: Sequence[Sequence[int]],
+    lengths: Lengths,
     sizes_out: Sizes,
     sizes_in: Sizes,
     meter: Meter,
     purpose: str = "payload",
     parts: int = 1,
-) -> Task[tuple[Tensor, list[list[int]]]]:
+) -> Task[tuple[Tensor, Lengths]]:
     """Send each rank its encodings and receive those from each rank.
 
     All ranks must agree on whether sizes are sent, so the two tables together cover every encoding of the exchange.
 
     Args:
         message: The encodings for each rank, in rank order: uint8 vector.
-        lengths_out: For each rank, the bytes of its encodings.
-        sizes_out: The same as the receivers know them; None where they depend on the data.
-        sizes_in: The sizes of incoming encodings that this rank knows; None for the others.
+        lengths: For each rank, the bytes of its encodings.
+        sizes_out: The same as the receivers know them.
+        sizes_in: The sizes of incoming encodings, as this rank knows them.
         meter: The meter that counts the bytes.
         purpose: The purpose that they are counted for.
         parts: Messages per pair of ranks; see `ops.begin_all_to_all`.
@@ -555,35 +585,30 @@ def exchange(
         The encodings from each rank, in rank order: uint8 vector; and for each rank, the bytes of its encodings.
     """
     counted: dict[str, Any] = {"purpose": purpose, "meter": meter}
-    if any(size is None for sizes in (*sizes_out, *sizes_in) for size in sizes):
-        lengths_in = yield from swap_sizes(lengths_out, sizes_out, sizes_in, message.device, counted)
-    else:
-        lengths_in = [[size for size in sizes if size is not None] for sizes in sizes_in]
-    totals_out, totals_in = ([sum(row) for row in lengths] for lengths in (lengths_out, lengths_in))
-    [incoming] = yield [partial(ops.begin_all_to_all, message, totals_out, totals_in, parts=parts, **counted)]
-    return incoming, lengths_in
+    incoming, totals_out, totals_in = sizes_in.encodings, sizes_out.known, sizes_in.known
+    if not (sizes_out.fixed and sizes_in.fixed):
+        incoming = yield from swap_sizes(lengths, sizes_out, sizes_in, message.device, counted)
+        totals_out, totals_in = ([sum(of_rank) for of_rank in known] for known in (lengths, incoming))
+    [received] = yield [partial(ops.begin_all_to_all, message, totals_out, totals_in, parts=parts, **counted)]
+    return received, incoming
 
 
 def swap_sizes(
-    lengths_out: Sequence[Sequence[int]],
-    sizes_out: Sizes,
-    sizes_in: Sizes,
-    device: torch.device,
-    counted: dict[str, Any],
+    lengths: Lengths, sizes_out: Sizes, sizes_in: Sizes, device: torch.device, counted: dict[str, Any]
 ) -> Task[list[list[int]]]:
-    """Send the lengths that are None in ``sizes_out`` (int64 each), and return ``sizes_in`` with its None filled in."""
+    """Send the lengths that the receivers do not know (int64 each), and return those of all incoming encodings."""
     unknown_out = [
-        [length for length, size in zip(lengths, sizes, strict=True) if size is None]
-        for lengths, sizes in zip(lengths_out, sizes_out, strict=True)
+        [length for length, size in zip(of_rank, sizes, strict=True) if size is None]
+        for of_rank, sizes in zip(lengths, sizes_out.encodings, strict=True)
     ]
     table = torch.tensor([length for row in unknown_out for length in row], dtype=torch.int64, device=device)
     bytes_out = [8 * len(row) for row in unknown_out]
-    bytes_in = [8 * sum(size is None for size in row) for row in sizes_in]
+    bytes_in = [8 * sum(size is None for size in row) for row in sizes_in.encodings]
     [received] = yield [partial(ops.begin_all_to_all, table.view(torch.uint8), bytes_out, bytes_in, **counted)]
-    lengths = iter(received.view(torch.int64).tolist())
-    return [[next(lengths) if size is None else size for size in row] for row in sizes_in]
+    arrived = iter(received.view(torch.int64).tolist())
+    return [[next(arrived) if size is None else size for size in row] for row in sizes_in.encodings]
 
 
 def parts_of(sizes: Sizes, device: torch.device) -> int:
     """Return the messages between two ranks, by the mean of their sizes; all ranks know all of these, so they agree."""
-    return ops.parts_of(sum(size or 0 for row in sizes for size in row) // len(sizes), device)
+    return ops.parts_of(sum(sizes.known) // len(sizes.known), device)

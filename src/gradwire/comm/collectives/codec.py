@@ -20,7 +20,7 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, get_args
 from weakref import WeakKeyDictionary
 
 import torch
@@ -31,102 +31,128 @@ from gradwire.comm.collectives.layout import Layout, Shard
 from gradwire.comm.collectives.plan import FLOAT32, Batch, Plan, Table
 from gradwire.comm.collectives.state import Key, Loaded, Phase, check_keys, check_tensors, whole
 from gradwire.comm.compressors import build
-from gradwire.comm.compressors.base import Compressor, Shape
+from gradwire.comm.compressors.base import Compressor
 from gradwire.comm.compressors.rounds import State
 from gradwire.comm.compressors.segments import Segments
 from gradwire.comm.reduction import ReducerOptions, Schedule
 
-T = TypeVar("T")
-
 
 class Feedback:
-    """The residual of one parameter in one phase of a reduction.
+    """The residuals of the shards that one call encodes, in one tensor.
 
-    A step is `open`, then `Compressor.encode_many` with the residuals of all parameters in one buffer, then `close`.
+    A step is `open`, then `Compressor.encode_many` with the residuals, then `close`.
 
     Args:
-        dtype: How the residual is stored: float32, bf16 or int8. bf16 and int8 (blocks of 256) round it to nearest.
-        shape: The parameter's.
-        decay: Factor of the residual before it is added; 1 forgets nothing.
-        average: Weight of the old residual in the new one; 0 keeps the last error only.
-        device: The device of its gradients.
+        dtype: How residuals are stored: float32, bf16 or int8. bf16 and int8 (blocks of 256) round them to nearest.
+        places: The position of each shard's residual in the tensor.
+        decay: Factor of the residuals before they are added; 1 forgets nothing.
+        average: Weight of an old residual in the new one; 0 keeps the last error only.
+        device: The device of the gradients.
+
+    Attributes:
+        in_place: Whether residuals are kept as the float32 errors themselves, which `open` hands out.
+        lost: Whether another one has taken over some of the shards.
     """
 
     def __init__(
         self,
         dtype: str,
-        shape: Shape,
+        places: Sequence[slice],
         *,
         decay: float = 1.0,
         average: float = 0.0,
         device: torch.device | str = "cpu",
     ) -> None:
         self.dtype = dtype
+        self.places = places
         self.decay = decay
         self.average = average
-        self.shape = (shape,) if isinstance(shape, int) else tuple(shape)
-        self._store = None if dtype == "float32" else build(dtype)
-        if self._store is None:
-            self._stored = torch.zeros(self.shape, dtype=torch.float32, device=device)
+        self.in_place = dtype == "float32" and not average
+        self.lost = False
+        self._numel = max((place.stop for place in places), default=0)
+        self._store = build("none" if dtype == "float32" else dtype)
+        tensors = () if self.in_place else ((place.start, (place.stop - place.start,)) for place in places)
+        self._segments = Segments.of(self._store, tensors)
+        if self.in_place:
+            self.stored = torch.zeros(self._numel, dtype=torch.float32, device=device)
         else:
-            self._stored = torch.zeros(self._store.wire_bytes(self.shape), dtype=torch.uint8, device=device)
+            self.stored = torch.zeros(self._segments.nbytes or 0, dtype=torch.uint8, device=device)
+
+    def open(self) -> Tensor:
+        """Return what is added to the next gradients, float32; `in_place` it is kept there."""
+        residuals = self.stored if self.in_place else self.restored()
+        return residuals if self.decay == 1 else residuals.mul_(self.decay)
+
+    def close(self, errors: Tensor, bad: Tensor) -> None:
+        """Keep the errors of an encoding, which are where `open` put the residuals and may change.
+
+        Args:
+            errors: The tensor that `open` returned.
+            bad: uint8 [shards], not 0 where nothing is kept.
+        """
+        if self.in_place:
+            return
+        if self.average:
+            errors.mul_(1 - self.average).add_(self.restored().mul_(self.average))
+        self._store.encode_many(errors, self._segments, self.stored, flags=torch.zeros_like(bad))
+        if bad.device.type != "cpu" or bad.any():  # an average still has the old residual; on a GPU asking would wait
+            sizes = self._segments.table(bad.device)[:, 3]
+            dropped = bad.to(torch.bool).repeat_interleave(sizes, output_size=self.stored.numel())
+            self.stored.masked_fill_(dropped, 0)
+
+    def restored(self) -> Tensor:
+        """Return the residuals, which are not kept in place, as a new tensor."""
+        residuals = torch.zeros(self._numel, dtype=torch.float32, device=self.stored.device)
+        self._store.decode_add(self.stored, self._segments, residuals, onto="blank")
+        return residuals
+
+    def drop(self) -> None:
+        """Forget the residuals, which may hold what is not finite."""
+        self.stored.zero_()
+
+    def part(self, index: int) -> Tensor:
+        """Return what is stored of a shard: float32 [numel], or its bytes; not a copy."""
+        if self.in_place:
+            return self.stored[self.places[index]]
+        part = self.stored[self._segments[index].bytes]
+        return part.view(torch.float32) if self.dtype == "float32" else part
+
+    def residual(self, index: int) -> Tensor:
+        """Return a shard's residual: float32 [numel], a copy."""
+        part = self.part(index)
+        return part.clone() if self.dtype == "float32" else self._store.decoded(part, self._segments[index].form)
+
+
+class Residual(NamedTuple):
+    """One shard's residual.
+
+    Attributes:
+        feedback: Where it is kept.
+        number: The shard's number there.
+    """
+
+    feedback: Feedback
+    number: int
 
     @property
     def residual(self) -> Tensor:
-        """Error so far: float32 of ``shape``, a copy."""
-        if self._store is None:
-            return self._stored.clone()
-        return self._store.decoded(self._stored, self.shape).view(self.shape)
-
-    @property
-    def in_place(self) -> bool:
-        """Whether the residual is kept as the float32 error itself, so that `open` may hand it out."""
-        return self._store is None and not self.average
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the residual."""
-        return self._stored.device
+        """Error so far: float32 [numel], a copy."""
+        return self.feedback.residual(self.number)
 
     @property
     def nbytes(self) -> int:
         """Bytes kept between steps."""
-        return self._stored.nbytes
+        return self.feedback.part(self.number).nbytes
 
-    def open(self, place: Tensor) -> None:
-        """Write what is added to the next gradient to ``place``, float32 of ``shape``; `in_place` it is kept there."""
-        if not self.in_place:
-            place.copy_(self.residual)
-        elif self._stored.data_ptr() != place.data_ptr():
-            self._stored = place.copy_(self._stored)
-        if self.decay != 1:
-            place.mul_(self.decay)
-
-    def close(self, error: Tensor, bad: Tensor) -> None:
-        """Keep the error of an encoding, which is where `open` put the residual and may change; nothing if ``bad``."""
-        if self.in_place:
-            return
-        if self.average:
-            error.mul_(1 - self.average).add_(self.residual.mul_(self.average))
-        self._stored = self._stored.copy_(error) if self._store is None else self._store.coded(error, None)[0]
-        self.drop(where=bad)  # an average still has the old residual
-
-    def drop(self, where: Tensor | None = None) -> None:
-        """Forget the residual, which may hold what is not finite.
-
-        Args:
-            where: Only if this is not 0: bool or uint8 [1] on the same device; nothing synchronises.
-        """
-        if where is None:
-            self._stored.zero_()
-        else:
-            self._stored.masked_fill_(where.to(torch.bool), 0)
+    def drop(self) -> None:
+        """Forget it."""
+        self.feedback.part(self.number).zero_()
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the tensor kept between steps, not a copy; to be taken between steps."""
-        return {f"residual.{self.dtype}": self._stored}
+        return {f"residual.{self.feedback.dtype}": self.feedback.part(self.number)}
 
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Copy what `state_dict` gave, from any device.
 
         Raises:
@@ -184,7 +210,7 @@ class Codec:
         draws: The number of this rank in the seeds of its generators.
 
     Attributes:
-        feedbacks: Error feedback by parameter, phase and first element of the shard.
+        feedbacks: Residuals by parameter, phase and first element of the shard.
     """
 
     def __init__(
@@ -201,9 +227,9 @@ class Codec:
         self.plain = False  # for now everything travels as float32, after the first steps too
         self.flag: Tensor | None = None  # uint8 [1]: this rank met a value that is not finite
         self._dropped: Tensor | None = None  # int64 [1]: residuals dropped because of that
-        self._plans: WeakKeyDictionary[Layout, dict[Phase, Plan]] = WeakKeyDictionary()
+        self._plans: WeakKeyDictionary[Layout, dict[tuple[Compressor, int], Plan]] = WeakKeyDictionary()
         self._generators: dict[tuple[str, Phase], torch.Generator] = {}
-        self.feedbacks: dict[Key, Feedback] = {}
+        self.feedbacks: dict[Key, Residual] = {}
         self._states: dict[str, State] = {}
         self._held: dict[str, Held] = {}  # what was kept before this step, of parameters that it may not count for
         self._loaded = Loaded()
@@ -212,16 +238,18 @@ class Codec:
         """Return what encodes a shard at the present step."""
         return FLOAT32 if self.options.exempt.covers(shard.name, shard.shape) else self._of_phase(phase)
 
-    def plan(self, layout: Layout, phase: Phase) -> Plan:
-        """Return what is encoded at once at the present step."""
-        plans, compressor = self._plans.setdefault(layout, {}), self._of_phase(phase)
-        if phase not in plans or plans[phase].compressor is not compressor:
-            plans[phase] = Plan.of(layout, compressor, self.options.exempt, self.options.granularity)
-        return plans[phase]
+    def plan(self, layout: Layout, phase: Phase, rank: int) -> Plan:
+        """Return what is encoded at once at the present step; ``rank`` is this rank's row."""
+        plans, key = self._plans.setdefault(layout, {}), (self._of_phase(phase), rank)
+        if key not in plans:
+            for old in plans.keys() - {(self._of_phase(used), rank) for used in get_args(Phase)}:
+                del plans[old]
+            plans[key] = Plan.of(layout, key[0], self.options.exempt, self.options.granularity, rank)
+        return plans[key]
 
     def encode(
         self, flat: Tensor, table: Table, phase: Phase, copies: Callable[[int], int]
-    ) -> tuple[Tensor, list[list[int]]]:
+    ) -> tuple[Tensor, Sequence[Sequence[Any]]]:
         """Encode the rows of a table; a value that is not finite sets the flag.
 
         Args:
@@ -233,18 +261,18 @@ class Codec:
         Returns:
             The message, and the bytes of each encoding by row.
         """
-        fixed = table.total
-        message = torch.empty(fixed or 0, dtype=torch.uint8, device=flat.device)
+        sizes = table.sizes
+        message = torch.empty(sizes.total or 0, dtype=torch.uint8, device=flat.device)
         wires: dict[int, Tensor] = {}
         for batch in table.batches:
             wire, segments = self._encode(flat, batch, phase, message, copies)
-            if fixed is None:
+            if not sizes.fixed:
                 wires |= {i: wire[segment.bytes] for i, segment in zip(batch.order, segments, strict=True)}
-        if fixed is not None:
-            return message, [[size for size in row if size is not None] for row in table.sizes]
+        if sizes.fixed:
+            return message, sizes.encodings
         message = torch.cat([wires[i] for i in range(len(wires))])
         lengths = iter(wires[i].numel() for i in range(len(wires)))
-        return message, [[next(lengths) for _ in row] for row in table.sizes]
+        return message, [[next(lengths) for _ in row] for row in sizes.encodings]
 
     def _encode(
         self, flat: Tensor, batch: Batch, phase: Phase, message: Tensor, copies: Callable[[int], int]
@@ -253,8 +281,8 @@ class Codec:
         compressor, device = batch.compressor, flat.device
         flags = torch.zeros(len(batch.segments), dtype=torch.uint8, device=device)
         fed_back = compressor is not FLOAT32 and self.options.feedback is not None
-        feedbacks = self._feedbacks_of(batch, phase, device) if fed_back else []
-        residual = self._residual(batch, phase, feedbacks) if feedbacks else None
+        feedback = self._feedback_of(batch, phase, device) if fed_back else None
+        residual = None if feedback is None else feedback.open()
         wire, segments = compressor.encode_many(
             batch.values(flat),
             batch.segments,
@@ -263,8 +291,8 @@ class Codec:
             flags=flags,
             residual=residual,
         )
-        if residual is not None:
-            self._keep(residual, batch, feedbacks, flags)
+        if feedback is not None and residual is not None:
+            self._keep(feedback, residual, batch, flags)
         if segments.fixed:
             self.counts.update(segments.derive(("counts", phase), lambda: self._counted(batch, segments, wire, copies)))
         else:
@@ -284,78 +312,77 @@ class Codec:
             counts.update(counted(batch.compressor, segment.form, encoding))
         return counts
 
-    def _once(self, batch: Batch, key: object, among: object, find: Callable[[], list[T]]) -> list[T]:
-        """Return what ``find`` finds for a batch, once for each ``among``: a codec has new ones with each state."""
-        kept: dict[str, Any] = batch.segments.derive(key, dict)
-        if kept.get("among") is not among:
-            values = find()
-            if self._loaded.unmet:
-                return values
-            kept |= {"among": among, "values": values}
-        return kept["values"]
-
     def _generators_of(self, batch: Batch, phase: Phase, device: torch.device) -> list[torch.Generator]:
         """Return the generators of a batch's tensors."""
-        return self._once(
-            batch,
-            ("generators", phase, device),
-            self._generators,
-            lambda: [self._generator(group[0].name, phase, device) for group in batch.shards],
+        kept: dict[str, Any] = batch.segments.derive(("generators", phase, device), dict)
+        if kept.get("among") is not self._generators or self._loaded.unmet:
+            values = [self._generator(group[0].name, phase, device) for group in batch.shards]
+            kept |= {"among": self._generators, "values": values}
+        generators: list[torch.Generator] = kept["values"]
+        return generators
+
+    def _feedback_of(self, batch: Batch, phase: Phase, device: torch.device) -> Feedback:
+        """Return the error feedback of a batch's shards, laid out as its values."""
+        return self.feedback(
+            batch.segments.derive(("feedback", phase, device), dict),
+            lambda: [shard for group in batch.shards for shard in group],
+            lambda: batch.elements,
+            phase,
+            device,
         )
 
-    def _feedbacks_of(self, batch: Batch, phase: Phase, device: torch.device) -> list[Feedback]:
-        """Return the error feedback of a batch's shards."""
-
-        def find() -> list[Feedback]:
-            return [self.feedback(shard, phase, device) for group in batch.shards for shard in group]
-
-        return (
-            find() if self.options.ef_reset else self._once(batch, ("feedbacks", phase, device), self.feedbacks, find)
-        )
-
-    def _residual(self, batch: Batch, phase: Phase, feedbacks: Sequence[Feedback]) -> Tensor:
-        """Return the residuals of a batch as one tensor, laid out as its values.
-
-        Those that are kept in place are parts of one tensor, which lives as long as the plan.
-        """
-
-        def zeros() -> tuple[Tensor, list[Tensor]]:
-            residual = torch.zeros(batch.segments.numel, dtype=torch.float32, device=device)
-            return residual, [residual[place] for place in batch.elements]
-
-        device, in_place = feedbacks[0].device, feedbacks[0].in_place
-        residual, parts = batch.segments.derive(("residual", phase, device), zeros) if in_place else zeros()
-        for feedback, part in zip(feedbacks, parts, strict=True):
-            feedback.open(part)
-        return residual
-
-    def _keep(self, residual: Tensor, batch: Batch, feedbacks: Sequence[Feedback], flags: Tensor) -> None:
-        """Keep the errors of an encoding, which are in the tensor from `_residual`, except those that are flagged."""
-        if not feedbacks[0].in_place:
-            bad = [flag for group, flag in zip(batch.shards, flags.split(1), strict=True) for _ in group]
-            for feedback, flag, place in zip(feedbacks, bad, batch.elements, strict=True):
-                feedback.close(residual[place], flag)
+    def _keep(self, feedback: Feedback, residual: Tensor, batch: Batch, flags: Tensor) -> None:
+        """Keep the errors of an encoding, except those of tensors that are flagged."""
         shards = batch.segments.derive(
             ("shards", flags.device),
             lambda: torch.tensor([len(group) for group in batch.shards], dtype=torch.int64, device=flags.device),
         )
-        self.note_dropped((flags * shards).sum(0, keepdim=True))
+        bad = flags.repeat_interleave(shards, output_size=len(feedback.places))
+        feedback.close(residual, bad)
+        self.note_dropped(bad.sum(0, keepdim=True))
 
-    def feedback(self, shard: Shard, phase: Phase, device: torch.device) -> Feedback:
-        """Return the error feedback of a shard, before its encoding in the present step."""
-        self.meet(shard.name, phase)
-        key, options = (shard.name, phase, shard.at), self.options
-        assert options.feedback is not None
-        feedback = self.feedbacks.get(key)
-        if feedback is None:
-            feedback = self.feedbacks[key] = Feedback(
-                options.feedback, shard.numel, decay=options.ef_decay, average=options.ef_average, device=device
-            )
-            if (residual := self._loaded.residual(shard, phase)) is not None:
-                check_tensors(residual, feedback.state_dict(), f"residuals of {shard.name}")
-                feedback.load_state_dict(residual)
-        if options.ef_reset and self.step % options.ef_reset == 0:
+    def feedback(
+        self,
+        kept: dict[str, Any],
+        shards: Callable[[], Sequence[Shard]],
+        places: Callable[[], Sequence[slice]],
+        phase: Phase,
+        device: torch.device,
+    ) -> Feedback:
+        """Return the error feedback of shards, before their encoding in the present step.
+
+        Args:
+            kept: What this keeps for these shards from step to step; empty at first.
+            shards: Returns the shards.
+            places: Returns the position of each one's residual in their tensor.
+            phase: The phase.
+            device: The device of the gradients.
+        """
+        for shard in shards() if self._loaded.unmet else ():
+            self.meet(shard.name, phase)
+        if kept.get("among") is not self.feedbacks or kept["feedback"].lost:
+            kept |= {"among": self.feedbacks, "feedback": self._taken_over(shards(), places(), phase, device)}
+        feedback: Feedback = kept["feedback"]
+        if self.options.ef_reset and self.step % self.options.ef_reset == 0:
             feedback.drop()
+        return feedback
+
+    def _taken_over(
+        self, shards: Sequence[Shard], places: Sequence[slice], phase: Phase, device: torch.device
+    ) -> Feedback:
+        """Return a new error feedback of shards, with the residuals that they have or that were loaded."""
+        options = self.options
+        assert options.feedback is not None
+        feedback = Feedback(options.feedback, places, decay=options.ef_decay, average=options.ef_average, device=device)
+        for index, shard in enumerate(shards):
+            key, residual = (shard.name, phase, shard.at), Residual(feedback, index)
+            if (earlier := self.feedbacks.get(key)) is not None:
+                earlier.feedback.lost = True
+                residual.load_state_dict(earlier.state_dict())
+            elif (loaded := self._loaded.residual(shard, phase)) is not None:
+                check_tensors(loaded, residual.state_dict(), f"residuals of {shard.name}")
+                residual.load_state_dict(loaded)
+            self.feedbacks[key] = residual
         return feedback
 
     def loosen(self) -> None:

@@ -7,9 +7,10 @@ padding, which is never encoded, sent or counted.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate, groupby
 from typing import Literal, NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from gradwire.base.errors import RunFault
 
 Kind = Literal["reduce_scatter", "all_reduce"]
+FEW = 32  # gaps that are set to 0 one by one
 
 
 class Shard(NamedTuple):
@@ -47,6 +49,77 @@ class Shard(NamedTuple):
         if len(self.shape) > 1 and self.at % width == 0 and self.numel % width == 0:
             return self.numel // width, width
         return (self.numel,)
+
+
+class Run(NamedTuple):
+    """Pieces of the buffer, one in each of some rows, of equal lengths and distances there and in a vector x.
+
+    Attributes:
+        row: The first piece's row.
+        start: Its first element in the buffer.
+        first: Its first element in x.
+        numel: Elements of a piece.
+        pieces: Number of pieces.
+        stride: Elements in the buffer from one piece to the next.
+        step: Elements in x from one piece to the next.
+    """
+
+    row: int
+    start: int
+    first: int
+    numel: int
+    pieces: int = 1
+    stride: int = 1
+    step: int = 1
+
+    def in_buffer(self, flat: Tensor) -> Tensor:
+        """Return the pieces in the buffer: [pieces, numel], a view."""
+        return pieces_of(flat, self.start, self.numel, self.pieces, self.stride)
+
+    def in_vector(self, x: Tensor) -> Tensor:
+        """Return the pieces in x: [pieces, numel], a view."""
+        return pieces_of(x, self.first, self.numel, self.pieces, self.step)
+
+    def followed_by(self, piece: Run) -> Run | None:
+        """Return this run and a piece of the next row as a run; None if lengths or distances differ."""
+        stride, step = (piece.start - self.start) // self.pieces, (piece.first - self.first) // self.pieces
+        longer = self._replace(pieces=self.pieces + 1, stride=stride, step=step)
+        fits = (
+            self.row + self.pieces == piece.row
+            and self.numel == piece.numel <= stride
+            and (self.start + self.pieces * stride, self.first + self.pieces * step) == (piece.start, piece.first)
+            and (self.pieces == 1 or (self.stride, self.step) == (stride, step))
+        )
+        return longer if fits else None
+
+    @classmethod
+    def merged(cls, shards: Iterable[Shard], by_row: bool) -> tuple[Run, ...]:
+        """Return the runs of shards that follow each other in x."""
+        pieces: list[Run] = []
+        first = 0
+        for shard in shards:
+            last = pieces[-1] if pieces else None
+            if last and last.start + last.numel == shard.start and (last.row == shard.row or not by_row):
+                pieces[-1] = last._replace(numel=last.numel + shard.numel)
+            else:
+                pieces.append(cls(shard.row, shard.start, first, shard.numel))
+            first += shard.numel
+        runs: list[Run] = []
+        latest: dict[int, int] = {}  # the run that has the n-th piece of a row
+        for _, in_row in groupby(pieces, key=lambda piece: piece.row):
+            for number, piece in enumerate(in_row):
+                longer = runs[latest[number]].followed_by(piece) if number in latest else None
+                if longer is not None:
+                    runs[latest[number]] = longer
+                else:
+                    latest[number] = len(runs)
+                    runs.append(piece)
+        return tuple(runs)
+
+
+def pieces_of(x: Tensor, start: int, numel: int, pieces: int, stride: int) -> Tensor:
+    """Return equal pieces of a vector at equal distances: [pieces, numel], a view."""
+    return x[start : start + (pieces - 1) * stride + numel].unfold(0, numel, stride)
 
 
 # Why: docs/decisions.md, "An all-reduce takes parameters one after the other".
@@ -155,29 +228,25 @@ class Layout:
         return {name: tuple(shards) for name, shards in by_name.items()}
 
     @cached_property
-    def _starts_in_row(self) -> dict[Shard, int]:
-        """The first element of each shard in its row."""
-        if self.by_row:
-            return {shard: shard.start - shard.row * self.row_numel for shard in self.shards}
-        starts = {}
-        for row in self.rows:
-            end = 0
-            for shard in row:
-                starts[shard], end = end, end + shard.numel
-        return starts
+    def wholes(self) -> tuple[Shard, ...]:
+        """Each parameter as one shard, in the order of `parameters`; only its form and its numbers of elements hold."""
+        return tuple(
+            shards[0]._replace(numel=sum(shard.numel for shard in shards), at=0) for shards in self.parameters.values()
+        )
 
     def place_in_row(self, shard: Shard) -> slice:
         """Return a shard's position in its row."""
-        start = self._starts_in_row[shard]
-        return slice(start, start + shard.numel)
+        row = self.rows[shard.row]
+        return in_row(row, self.row_numel if self.by_row else None)[row.index(shard)].place
 
     def in_rows(self, flat: Tensor) -> Tensor:
         """Return a buffer as [world, row_numel], padding 0; a view where the rows follow each other."""
         if self.by_row:
             return flat.view(self.world, self.row_numel)
         rows = flat.new_zeros((self.world, self.row_numel))
-        for shard in self.shards:
-            rows[shard.row, self.place_in_row(shard)] = flat[shard.place]
+        for row, shards in zip(rows, self.rows, strict=True):
+            for shard, placed in zip(shards, in_row(shards), strict=True):
+                row[placed.place] = flat[shard.place]
         return rows
 
     def check(self, flat: Tensor) -> None:
@@ -202,23 +271,23 @@ class Layout:
         return tuple(slice(start, end) for start, end in zip(starts, ends, strict=True) if start < end)
 
     def empty(self, device: torch.device) -> Tensor:
-        """Return a new float32 buffer in which only the padding is set, to 0."""
+        """Return a new float32 buffer whose padding is 0; the rest need not be set."""
+        if len(self.gaps) > FEW:
+            return torch.zeros(self.numel, dtype=torch.float32, device=device)
         flat = torch.empty(self.numel, dtype=torch.float32, device=device)
         for gap in self.gaps:
             flat[gap] = 0
         return flat
 
     @cached_property
-    def _runs(self) -> tuple[Shard, ...]:
-        """The shards, with contiguous ones of a parameter merged; a merged shard's `row` is undefined."""
-        runs: list[Shard] = []
-        for shard in self.shards:
-            last = runs[-1] if runs else None
-            if last and (last.name, last.place.stop, last.source.stop) == (shard.name, shard.start, shard.at):
-                runs[-1] = last._replace(numel=last.numel + shard.numel)
-            else:
-                runs.append(shard)
-        return tuple(runs)
+    def _runs(self) -> tuple[tuple[str, Run], ...]:
+        """The runs of each parameter, in the buffer's order."""
+        runs = [
+            (name, run._replace(first=run.first + shards[0].at))
+            for name, shards in self.parameters.items()
+            for run in Run.merged(shards, by_row=False)
+        ]
+        return tuple(sorted(runs, key=lambda named: named[1].start))
 
     def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """Copy tensors by name into a new float32 buffer; padding is 0.
@@ -228,8 +297,8 @@ class Layout:
         if (memory := self._memory(tensors)) is not None:
             return memory
         flat = self.empty(next(iter(tensors.values())).device)
-        for run in self._runs:
-            flat[run.place] = tensors[run.name].reshape(-1)[run.source]
+        for name, run in self._runs:
+            run.in_buffer(flat).copy_(run.in_vector(tensors[name].reshape(-1)))
         return flat
 
     def unpack(self, flat: Tensor, tensors: Mapping[str, Tensor]) -> None:
@@ -237,14 +306,14 @@ class Layout:
         if (memory := self._memory(tensors)) is not None:
             memory.copy_(flat)
             return
-        for run in self._runs:
-            tensors[run.name].view(-1)[run.source] = flat[run.place]
+        for name, run in self._runs:
+            run.in_vector(tensors[name].view(-1)).copy_(run.in_buffer(flat))
 
     def _memory(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
         """Return the tensors as one vector, if they follow each other in memory as the buffer has them."""
         if self.by_row:
             return None
-        parts = [tensors[run.name] for run in self._runs]
+        parts = [tensors[name] for name, _ in self._runs]
         first, start = parts[0], parts[0].data_ptr()
         for part in parts:
             if part.dtype != first.dtype or part.data_ptr() != start or not part.is_contiguous():
@@ -252,3 +321,15 @@ class Layout:
             start += part.nbytes
         storage = first.untyped_storage()
         return first.as_strided((self.numel,), (1,)) if start <= storage.data_ptr() + storage.nbytes() else None
+
+
+def in_row(shards: Sequence[Shard], row_numel: int | None = None) -> tuple[Shard, ...]:
+    """Return the shards of a row, each with its start in the row.
+
+    Args:
+        shards: The shards of one row, ascending.
+        row_numel: Elements from one row to the next; None: the shards of a row follow each other without padding.
+    """
+    ends = accumulate((shard.numel for shard in shards), initial=0)
+    starts = ends if row_numel is None else (shard.start - shard.row * row_numel for shard in shards)
+    return tuple(shard._replace(start=start) for shard, start in zip(shards, starts, strict=False))

@@ -23,6 +23,7 @@ from gradwire.comm.collectives.meter import METER, Cost, Meter
 from gradwire.comm.torch_internals import named_group, timeout_of
 
 Group: TypeAlias = dist.ProcessGroup | None
+Parts: TypeAlias = tuple[Tensor, ...]  # one of each rank
 
 LARGEST = 2**20  # bytes of a message over gloo: the two directions of a link take turns with larger ones
 SLICE = timedelta(seconds=0.2)  # in which a wait notices a signal
@@ -204,29 +205,29 @@ def begin_all_to_all(
     """
     received = torch.empty(sum(sizes_in), dtype=x.dtype, device=x.device)
     sent = x.numel() - sizes_out[rank_in(group)]
-    coming, going = cut(received, sizes_in, parts), cut(x, sizes_out, parts)
-    arriving, leaving = [received], [x]
+    coming, going, arriving, leaving = list[Parts](), list[Parts](), [received], [x]
+    sizes = [(list(sizes_in), list(sizes_out))]
     if parts > 1:
+        coming, going = cut(received, sizes_in, parts), cut(x, sizes_out, parts)
         arriving, leaving = ([*map(torch.cat, messages)] for messages in (coming, going))
+        sizes = [([*map(len, to)], [*map(len, of)]) for to, of in zip(coming, going, strict=True)]
     with called(meter, "all_to_all", purpose, sent, device=x.device) as cost:
         works = [
-            dist.all_to_all_single(message, given, [*map(len, to)], [*map(len, of)], group=group, async_op=True)
-            for message, given, to, of in zip(arriving, leaving, coming, going, strict=True)
+            dist.all_to_all_single(message, given, *lengths, group=group, async_op=True)
+            for message, given, lengths in zip(arriving, leaving, sizes, strict=True)
         ]
 
     def arrive() -> None:
-        for message, to in zip(arriving, coming, strict=True):
+        for message, to in zip(arriving, coming, strict=False):  # a message in one part is there already
             for place, part in zip(to, message.split([*map(len, to)]), strict=True):
                 place.copy_(part)
 
-    arrived = arrive if parts > 1 else lambda: None
-    return Pending(received, works, "all_to_all", purpose, meter, cost, arrived, kept=(arriving, leaving))
+    return Pending(received, works, "all_to_all", purpose, meter, cost, arrive, kept=(arriving, leaving))
 
 
-def cut(x: Tensor, sizes: Sequence[int], parts: int) -> list[tuple[Tensor, ...]]:
+def cut(x: Tensor, sizes: Sequence[int], parts: int) -> list[Parts]:
     """Cut each rank's part of a vector into messages; return those of all ranks that travel together."""
-    by_rank = x.split(list(sizes))
-    return [by_rank] if parts == 1 else [*zip(*(part.tensor_split(parts) for part in by_rank), strict=True)]
+    return [*zip(*(part.tensor_split(parts) for part in x.split(list(sizes))), strict=True)]
 
 
 def parts_of(size: int, device: torch.device) -> int:

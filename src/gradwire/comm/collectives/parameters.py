@@ -53,7 +53,8 @@ class ParameterGather:
         """Return the cached plan of a layout, exact or compressed."""
         plans = self._plans.setdefault(layout, {})
         if exact not in plans:
-            plans[exact] = Plan.of(layout, FLOAT32 if exact else self.compressor, self.encoding.exempt, "piece")
+            compressor = FLOAT32 if exact else self.compressor
+            plans[exact] = Plan.of(layout, compressor, self.encoding.exempt, "piece", self.ranks.rank)
         return plans[exact]
 
     def count(self, layout: Layout) -> None:
@@ -88,20 +89,19 @@ class ParameterGather:
     def _gather(self, row: Tensor, full: Tensor, layout: Layout, exact: bool, onto: Onto) -> None:
         """Encode this rank's row, send it to all ranks, and decode all rows."""
         meter, plan = self.ranks.meter, self.plan(layout, exact)
-        table = plan.rows[self.ranks.rank]
         with meter.span("encode", "parameters", device=full.device):
-            message = torch.empty(table.total or 0, dtype=torch.uint8, device=full.device)
-            for batch in table.batches:
+            message = torch.empty(sum(plan.row.sizes.known), dtype=torch.uint8, device=full.device)
+            for batch in plan.row.batches:
                 flags = torch.zeros(len(batch.segments), dtype=torch.uint8, device=full.device)
                 batch.compressor.encode_many(row, batch.segments, message, flags=flags)
-        lengths = [[size for size in sizes if size is not None] for sizes in table.sizes]
+        lengths = plan.row.sizes.encodings
         incoming, lengths = run(gather_rows(message, lengths, plan, self.ranks, "parameters"), self.group)
         with meter.span("decode", "parameters", device=full.device):
-            plan.whole.decode(incoming, lengths, full, onto)
+            plan.whole.decode(incoming, 1, lengths, full, onto)
 
     def closed_form(self, layout: Layout, *, exact: bool = False) -> int:
         """Return the bytes of one gather over all ranks: every row goes to all ranks but its owner."""
-        total = self.plan(layout, exact).whole.total
+        total = self.plan(layout, exact).whole.sizes.total
         assert total is not None  # no method's sizes depend on the data
         return total_bytes("all_gather", total, self.ranks.world)
 

@@ -2,21 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from gradwire.comm.collectives.layout import Layout, Shard
+from gradwire.comm.collectives.layout import Layout, Shard, in_row
 from gradwire.comm.compressors import build
 from gradwire.comm.compressors.base import Compressor
 from gradwire.comm.compressors.driver import Onto
 from gradwire.comm.compressors.segments import Segment, Segments
 from gradwire.comm.reduction import Exempt
 
+T = TypeVar("T")
+
 FLOAT32 = build("none")
-Sizes = Sequence[Sequence[int | None]]  # by row; None: depends on the data
+
+
+class Sizes(NamedTuple):
+    """Bytes of some messages.
+
+    Attributes:
+        encodings: Of each encoding, by message; None where it depends on the data.
+        known: Of each message, without the encodings whose size depends on the data.
+        fixed: Whether there are none of those.
+    """
+
+    encodings: Sequence[Sequence[int | None]]
+    known: Sequence[int]
+    fixed: bool
+
+    @classmethod
+    def of(cls, encodings: Sequence[Sequence[int | None]]) -> Sizes:
+        """Add up the sizes of each message."""
+        known = [sum(size for size in message if size is not None) for message in encodings]
+        return cls(encodings, known, not any(None in message for message in encodings))
+
+    @property
+    def total(self) -> int | None:
+        """Bytes of all messages; None if one depends on the data."""
+        return sum(self.known) if self.fixed else None
+
+    def times(self, number: int) -> Sizes:
+        """The same messages several times over."""
+        return Sizes([*self.encodings] * number, [*self.known] * number, self.fixed)
 
 
 class Batch(NamedTuple):
@@ -67,13 +99,11 @@ class Table(NamedTuple):
 
     Attributes:
         batches: At most one of compressed tensors, and one of those sent as float32.
-        sizes: Bytes of each encoding, by row.
-        total: Bytes of all encodings; None if one depends on the data.
+        sizes: Bytes of each row's encodings.
     """
 
     batches: tuple[Batch, ...]
     sizes: Sizes
-    total: int | None
 
     @classmethod
     def of(cls, rows: Iterable[Sequence[Shard]], compressor: Compressor, exempt: Exempt, granularity: str) -> Table:
@@ -81,9 +111,10 @@ class Table(NamedTuple):
         by_row = granularity == "row" and compressor is not FLOAT32
         tensors: tuple[list[tuple[Segment, tuple[Shard, ...], int]], ...] = ([], [])  # compressed, float32
         sizes: list[list[int | None]] = []
+        covers, size_of = cache(exempt.covers), cache(compressor.wire_bytes)  # for parameters with many shards
         end = count = gathered = 0  # bytes and encodings of the message so far, and elements gathered
         for row in rows:
-            exact = [compressor is FLOAT32 or exempt.covers(shard.name, shard.shape) for shard in row]
+            exact = [compressor is FLOAT32 or covers(shard.name, shard.shape) for shard in row]
             coded = tuple(shard for shard, dense in zip(row, exact, strict=True) if not dense)
             groups = [(False, group) for group in ([coded] if by_row and coded else ((shard,) for shard in coded))]
             groups += [(True, group) for group in adjacent(p for p, dense in zip(row, exact, strict=True) if dense)]
@@ -91,7 +122,7 @@ class Table(NamedTuple):
             for dense, group in groups:
                 numel = sum(shard.numel for shard in group)
                 form = group[0].form if len(group) == 1 and not dense else (numel,)
-                size = (FLOAT32 if dense else compressor).wire_bytes(form)
+                size = FLOAT32.wire_bytes(form) if dense else size_of(form)
                 start = gathered if by_row and not dense else group[0].start
                 tensors[dense].append((Segment(start, form, end, size), group, count))
                 sizes[-1].append(size)
@@ -102,24 +133,29 @@ class Table(NamedTuple):
                 segments, shards, order = zip(*drafts, strict=True)
                 places = [shard.place for group in shards for shard in group]
                 batches.append(Batch(coder, Segments(segments), shards, order, tuple(places) if gathers else None))
-        known = [size for row in sizes for size in row if size is not None]
-        return cls(tuple(batches), sizes, sum(known) if len(known) == count else None)
+        return cls(tuple(batches), Sizes.of(sizes))
 
-    def decode(self, messages: Tensor, lengths: Sequence[Sequence[int]], out: Tensor, onto: Onto) -> None:
+    def decode(
+        self, messages: Tensor, count: int, lengths: Iterable[Iterable[int | None]], out: Tensor, onto: Onto
+    ) -> None:
         """Decode messages, one after the other in ``messages``, into a buffer, or add them to it in order.
 
         Args:
             messages: uint8 vector.
-            lengths: For each message, the bytes of each encoding.
+            count: Their number.
+            lengths: Bytes of each encoding, by row of each message; read only where they depend on the data.
             out: float32 buffer.
             onto: As in `Compressor.decode_add`.
         """
-        if self.total is not None:
+        if self.sizes.fixed:
             for batch in self.batches:
-                batch.decode(messages.view(len(lengths), -1), batch.segments, out, onto)
+                batch.decode(messages.view(count, -1), batch.segments, out, onto)
             return
-        for message, sizes in zip(messages.split([sum(sizes) for sizes in lengths]), lengths, strict=True):
-            wires = message.split(list(sizes))
+        every = [size for row in lengths for size in row if size is not None]
+        encodings = messages.split(every)
+        of_message = len(every) // count
+        for first in range(0, len(every), of_message):
+            wires, sizes = encodings[first : first + of_message], every[first : first + of_message]
             for batch in self.batches:
                 wire = torch.cat([wires[i] for i in batch.order])
                 placed = batch.segments.placed([sizes[i] for i in batch.order])
@@ -127,43 +163,75 @@ class Table(NamedTuple):
             onto = "sum"
 
 
-class Plan(NamedTuple):
-    """The tables of a buffer.
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """The tables of a buffer, each made when it is first used.
 
     Attributes:
         compressor: The compressor of all shards that are not exempt.
-        whole: The table of the whole buffer, row by row.
-        rows: The table of each row, whose positions are relative to it.
-        undivided: The table of the whole buffer in its own order, as a single row; with ``granularity="row"`` as
-            ``whole``.
-        numel: Elements of all shards.
-        exempt: Those of exempt ones.
+        exempt: The parameters to send as float32.
+        granularity: ``piece`` encodes each shard separately, ``row`` all of a row together.
+        rank: The rank whose row is ``row``.
+        shards: The shards in the buffer's order.
+        rows: The shards of each row.
+        row_numel: Elements from one row to the next in the buffer; None where rows do not follow each other.
+        derived: Results of `derive`.
     """
 
     compressor: Compressor
-    whole: Table
-    rows: tuple[Table, ...]
-    undivided: Table
-    numel: int
-    exempt: int
+    exempt: Exempt
+    granularity: str
+    rank: int
+    shards: tuple[Shard, ...]
+    rows: tuple[tuple[Shard, ...], ...]
+    row_numel: int | None
+    derived: dict[object, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, layout: Layout, compressor: Compressor, exempt: Exempt, granularity: str) -> Plan:
-        """Plan a buffer.
+    def of(cls, layout: Layout, compressor: Compressor, exempt: Exempt, granularity: str, rank: int) -> Plan:
+        """Plan a buffer; the plan does not keep the layout."""
+        row_numel = layout.row_numel if layout.by_row else None
+        return cls(compressor, exempt, granularity, rank, layout.shards, layout.rows, row_numel)
 
-        Args:
-            layout: The layout of the buffer.
-            compressor: The compressor.
-            exempt: The parameters to send as float32.
-            granularity: ``piece`` encodes each shard separately, ``row`` all of a row together.
-        """
-        given = compressor, exempt, granularity
-        rows = [[shard._replace(start=layout.place_in_row(shard).start) for shard in row] for row in layout.rows]
-        whole = Table.of(layout.rows, *given)
-        undivided = whole if granularity == "row" else Table.of([layout.shards], *given)
-        exact = sum(shard.numel for shard in layout.shards if exempt.covers(shard.name, shard.shape))
-        numel = sum(shard.numel for shard in layout.shards)
-        return cls(compressor, whole, tuple(Table.of([row], *given) for row in rows), undivided, numel, exact)
+    @cached_property
+    def whole(self) -> Table:
+        """The table of the whole buffer, row by row."""
+        return self._table(self.rows)
+
+    @cached_property
+    def row(self) -> Table:
+        """The table of the rank's row, whose positions are relative to it."""
+        return self._table([in_row(self.rows[self.rank], self.row_numel)])
+
+    @cached_property
+    def undivided(self) -> Table:
+        """The table of the whole buffer in its own order, as a single row; with ``granularity="row"`` as ``whole``."""
+        return self.whole if self.granularity == "row" else self._table([self.shards])
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements of all shards."""
+        return sum(shard.numel for shard in self.shards)
+
+    @cached_property
+    def exempt_numel(self) -> int:
+        """Elements of exempt shards."""
+        return sum(shard.numel for shard in self.shards if self.exempt.covers(shard.name, shard.shape))
+
+    @cached_property
+    def row_elements(self) -> int:
+        """Elements of the rank's row."""
+        return sum(shard.numel for shard in self.rows[self.rank])
+
+    def derive(self, key: object, make: Callable[[], T]) -> T:
+        """Return the result of ``make``, computed once for each key."""
+        if key not in self.derived:
+            self.derived[key] = make()
+        result: T = self.derived[key]
+        return result
+
+    def _table(self, rows: Iterable[Sequence[Shard]]) -> Table:
+        return Table.of(rows, self.compressor, self.exempt, self.granularity)
 
 
 def adjacent(shards: Iterable[Shard]) -> list[tuple[Shard, ...]]:

@@ -564,7 +564,8 @@ class Reducer:
             return Handle(mean)
         for watch in self._watches:
             watch.begun(layout)
-        self.prepare(kind, sum(shard.numel for shard in layout.shards))
+        if self.algorithm == "auto":
+            self.prepare(kind, sum(shard.numel for shard in layout.shards))
         if self._queue is None:
             self._queue = build_queue(self.group, flat.device, self.codec.options.overlap)
         if self._kept is not None and not layout.by_row:
@@ -600,11 +601,11 @@ class Reducer:
 
     def _count(self, layout: Layout, kind: Kind) -> None:
         """Count a buffer's elements, and the bytes that this rank would send as float32."""
-        plan, in_row = self.codec.plan(layout, "scatter"), sum(shard.numel for shard in layout.rows[self.rank])
+        plan = self.codec.plan(layout, "scatter", self.rank)
         self._tally.add(
-            raw=FLOAT32_BYTES * rank_bytes(kind, plan.numel, in_row, self.world),
+            raw=FLOAT32_BYTES * rank_bytes(kind, plan.numel, plan.row_elements, self.world),
             elements=plan.numel,
-            exempt_elements=plan.exempt,
+            exempt_elements=plan.exempt_numel,
         )
 
     def _algorithm(self, meter: Meter) -> Algorithm:
