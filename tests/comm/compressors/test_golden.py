@@ -3,7 +3,8 @@
 ``python tests/comm/compressors/test_golden.py`` writes the file; a change of it is a change of the wire format.
 dcttopk, gradiveq and powersgd are left out, because their bytes follow the machine's linear algebra.
 
-Of `kernels/cpu/__init__.py`, `kernels/cpu/quantizers.py`, `kernels/cpu/signs.py`, `kernels/cpu/sparse.py`.
+Of `kernels/cpu/__init__.py`, `kernels/cpu/none.py`, `kernels/cpu/quantizers.py`, `kernels/cpu/signs.py`,
+`kernels/cpu/sparse.py`.
 """
 
 from __future__ import annotations

@@ -13,8 +13,10 @@ from torch import Tensor
 
 from gradwire.comm.compressors import indices, kernels
 from gradwire.comm.compressors.base import Compressor, Quantizer, Shape, numel
+from gradwire.comm.compressors.driver import Onto
 from gradwire.comm.compressors.methods.none import Uncompressed
 from gradwire.comm.compressors.packing import pack, packed_bytes, unpack
+from gradwire.comm.compressors.segments import Buffers, Segment, Segments
 
 FLOAT32 = Uncompressed()
 
@@ -192,6 +194,48 @@ class Chain(Sparse):
     def overflow(self) -> float:  # type: ignore[override]
         """The quantizer's; what the sparsifier leaves out need not be small enough for it."""
         return min(self.sparsifier.overflow, self.quantizer.overflow / self.sparsifier.growth)
+
+    def encode_each(self, buffers: Buffers) -> tuple[Tensor, Segments]:
+        """Choose of all tensors, then the quantizer's `encode_many`; or one after the other, without a kernel."""
+        values, segments, wire, generators, bad, residual = buffers
+        pick_many = kernels.find(self.sparsifier, values.device).pick_many
+        if pick_many is None or not segments.fixed:
+            return super().encode_each(buffers)
+        chosen, keep = pick_many(self.sparsifier, buffers)
+        inner = self._chosen(segments, 1)
+        self.quantizer.encode_many(chosen, inner, wire, generators=generators, flags=bad)
+        if residual is not None:
+            sent = torch.empty_like(chosen)
+            self.quantizer.decode_add(wire, inner, sent, onto="blank")
+            keep(sent, bad)
+        return wire, segments
+
+    def decode_each(self, wires: Tensor, segments: Segments, out: Tensor, onto: Onto) -> None:
+        """The quantizer's `decode_add`, then put the values of all tensors to their places."""
+        place_many = kernels.find(self.sparsifier, wires.device).place_many
+        if place_many is None or not segments.fixed:
+            super().decode_each(wires, segments, out, onto)
+            return
+        inner = self._chosen(segments, len(wires))
+        values = torch.empty(inner.numel, dtype=torch.float32, device=wires.device)
+        self.quantizer.decode_add(wires.view(-1), inner, values, onto="blank")
+        place_many(self.sparsifier, wires, values, segments, out, onto)
+
+    def _chosen(self, segments: Segments, messages: int) -> Segments:
+        """The chosen values of all tensors of some messages, one after the other, and their encodings' positions."""
+
+        def make() -> Segments:
+            inner, start = [], 0
+            for message in range(messages):
+                for segment in segments:
+                    head, kept = self.sparsifier.head_bytes(segment.form), self.sparsifier.kept(segment.form)
+                    assert head is not None and kept is not None and segment.size is not None  # segments are fixed
+                    at = message * (segments.nbytes or 0) + segment.at + head
+                    inner.append(Segment(start, (kept,), at, segment.size - head))
+                    start += kept
+            return Segments(inner)
+
+        return segments.derive(("chosen", self, messages), make)
 
 
 class Chunked(Sparsifier):

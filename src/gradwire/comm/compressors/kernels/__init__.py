@@ -13,7 +13,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from threading import Thread, current_thread
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +24,18 @@ from gradwire.comm.compressors.segments import Buffers, Segment, Segments
 
 OLDEST = (8, 0)  # compute capability that Triton compiles for
 COMPILING: set[Thread] = set()  # threads that compile kernels for a CPU, which have them before the others
+
+
+class Picked(NamedTuple):
+    """The values that a sparsifier has chosen of many tensors.
+
+    Attributes:
+        values: float32 [k], tensor after tensor.
+        keep: ``(sent, bad)``: finishes error feedback, given what of ``values`` arrives, and where nothing is kept.
+    """
+
+    values: Tensor
+    keep: Callable[[Tensor, Tensor], None]
 
 
 # Why: docs/decisions.md, "A reference implementation and its kernels, by one protocol".
@@ -42,6 +54,10 @@ class Kernel:
             representable (bool [1]).
         places: ``(method, wire, shape)``, as `Sparsifier.places`.
         place: ``(method, values, places, shape)``, as `Sparsifier.place`.
+        pick_many: ``(method, buffers) -> Picked``: writes the heads of all tensors and flags them, as `encode_many`,
+            and adds the values to the residuals; for a sparsifier that draws nothing.
+        place_many: ``(method, wires, values, segments, out, onto)``: reads all tensors' heads, and puts the values
+            of one message after the other to their places, as `decode_add`.
         rotate_many: ``(method, values, segments)``, as `Rotation.rotated_many`.
     """
 
@@ -51,6 +67,8 @@ class Kernel:
     pick: Callable[..., tuple[Tensor, Tensor, Tensor]] | None = None
     places: Callable[..., tuple[Tensor, int]] | None = None
     place: Callable[..., Tensor] | None = None
+    pick_many: Callable[..., Picked] | None = None
+    place_many: Callable[..., None] | None = None
     rotate_many: Callable[..., Tensor] | None = None
 
     def encode(self, method: Any, x: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor] | None:

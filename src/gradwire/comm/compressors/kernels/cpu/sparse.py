@@ -13,12 +13,13 @@ from torch import Tensor
 from gradwire.comm.compressors import indices
 from gradwire.comm.compressors.base import Shape, numel
 from gradwire.comm.compressors.indices import CODES, HEADER, CodeName, choose, rice_planes, without_header
-from gradwire.comm.compressors.kernels import Kernel
+from gradwire.comm.compressors.kernels import Kernel, Picked
 from gradwire.comm.compressors.kernels.cpu import (
     AT,
     BLANK,
     INFINITY,
     NUMEL,
+    ONTO,
     SIZE,
     START,
     SUM,
@@ -26,6 +27,7 @@ from gradwire.comm.compressors.kernels.cpu import (
     WHOLE,
     Chunk,
     Segmented,
+    add,
     compiled,
     fill_words,
     largest,
@@ -33,12 +35,15 @@ from gradwire.comm.compressors.kernels.cpu import (
 from gradwire.comm.compressors.methods.randomk import LAST_SHIFT, MIX, ROUNDS, SEED, RandomK, halves
 from gradwire.comm.compressors.methods.topk import TopK
 from gradwire.comm.compressors.philox import draw_seed
+from gradwire.comm.compressors.segments import Buffers, Segments
 from gradwire.comm.compressors.sparse import Sparsifier
 
 MAGNITUDE = np.int32(0x7FFFFFFF)  # signed numbers compare faster
 FIRST_SHIFT, FIRST_WIDTH = 20, 11  # the first digit of a magnitude of 31 bits; two of 10 bits follow
 WIDTH = 10
 FINITE = 0x7F800000 >> FIRST_SHIFT  # from this first digit on it is not finite
+
+FEW = 16  # so many places are found without a table of digits
 
 WIDEST = 32  # low bits that the loops' 64-bit buffers have room for
 INT32, RICE = (list(CODES).index(code) for code in ("int32", "rice"))
@@ -257,8 +262,32 @@ def locate(counts: np.ndarray, k: int) -> tuple[int, int]:
 
 
 @compiled
-def largest_places(bits: np.ndarray, k: int) -> tuple[np.ndarray, bool]:
-    """Where the k largest magnitudes are, ascending, of equals the first; and whether any is not finite.
+def few_places(bits: np.ndarray, k: int) -> tuple[np.ndarray, bool]:
+    """`largest_places` of a few, which are kept in order: the shards of many ranks are short."""
+    kept, worst = np.full(k, -1, np.int32), np.int32(0)
+    for i in range(bits.size):
+        key = np.int32(bits[i] & MAGNITUDE)
+        worst = max(worst, key)
+        if k and key > kept[0]:
+            rank = 1
+            while rank < k and kept[rank] < key:
+                kept[rank - 1] = kept[rank]
+                rank += 1
+            kept[rank - 1] = key
+    least, equals = (kept[0], np.int64((kept == kept[0]).sum())) if k else (MAGNITUDE, np.int64(0))
+    places, written = np.empty(k, np.int64), 0
+    for i in range(bits.size):
+        key = np.int32(bits[i] & MAGNITUDE)
+        if key > least or (key == least and equals > 0):
+            places[written] = i
+            written += 1
+            equals -= key == least
+    return places, bool(worst >= np.int32(INFINITY))
+
+
+@compiled
+def many_places(bits: np.ndarray, k: int) -> tuple[np.ndarray, bool]:
+    """`largest_places` of many.
 
     Radix select, digit by digit from the top: x is read once to count the first digit and once to collect the
     candidates, which are all whose first digit reaches the k-th's.
@@ -280,6 +309,12 @@ def largest_places(bits: np.ndarray, k: int) -> tuple[np.ndarray, bool]:
         prefix, above = prefix << WIDTH | digit, above + more
     compact(keys, np.int32(prefix), k - above, places)
     return places[:k], bool(counts[FINITE:].any())
+
+
+@compiled
+def largest_places(bits: np.ndarray, k: int) -> tuple[np.ndarray, bool]:
+    """Where the k largest magnitudes are, ascending, of equals the first; and whether any is not finite."""
+    return few_places(bits, k) if k <= FEW else many_places(bits, k)
 
 
 KEPT, CODE, LOW, LOWER, HEAD = range(SIZE + 1, SIZE + 6)  # of a row: k, and the results of `fixed`
@@ -352,6 +387,107 @@ def decode_all_topk(
             if not place_values(row, wires[message, row[AT] : row[AT] + row[SIZE]], adding, sums):
                 return s
     return -1
+
+
+@compiled
+def pick_all(
+    table: np.ndarray,
+    values: np.ndarray,
+    residual: np.ndarray,
+    feedback: bool,
+    wire: np.ndarray,
+    places: np.ndarray,
+    picked: np.ndarray,
+    bad: np.ndarray,
+) -> None:
+    """Fill all segments' codes of places, ``places`` and ``picked``; with ``feedback``, of ``residual + values``."""
+    first = 0
+    for s in range(len(table)):
+        row = table[s]
+        x = values[row[START] : row[START] + row[NUMEL]]
+        if feedback:
+            kept = residual[row[START] : row[START] + row[NUMEL]]
+            add(x, kept)
+            x = kept
+        chosen, bad[s] = largest_places(x.view(np.int32), row[KEPT])
+        write(chosen, row[CODE], row[LOW], row[LOWER], wire[row[AT] : row[AT] + row[HEAD]])
+        for i in range(chosen.size):
+            places[first + i], picked[first + i] = chosen[i], x[chosen[i]]
+        first += chosen.size
+
+
+@compiled
+def keep_rest(table: np.ndarray, places: np.ndarray, sent: np.ndarray, bad: np.ndarray, residual: np.ndarray) -> None:
+    """Subtract what was sent of each segment from its residual, which becomes 0 where the segment is ``bad``."""
+    first = 0
+    for s in range(len(table)):
+        row = table[s]
+        kept = residual[row[START] : row[START] + row[NUMEL]]
+        for i in range(first, first + row[KEPT]):
+            kept[places[i]] -= sent[i]
+        if bad[s]:
+            kept[:] = 0
+        first += row[KEPT]
+
+
+@compiled
+def place_all(table: np.ndarray, wires: np.ndarray, picked: np.ndarray, onto: int, out: np.ndarray) -> int:
+    """Put the values of all segments to their places, or add them; return the first that is no encoding, or -1.
+
+    ``picked`` is of one message (uint8, a row of ``wires``) after the other.
+    """
+    before, of_message = 0, picked.size // max(1, len(wires))
+    for s in range(len(table)):
+        row = table[s]
+        sums = out[row[START] : row[START] + row[NUMEL]]
+        if onto != SUM:
+            sums[:] = 0
+        places = np.empty(row[KEPT], np.int64)
+        for message in range(len(wires)):
+            head = wires[message, row[AT] : row[AT] + row[HEAD]]
+            if not read(head, row[CODE], row[LOW], row[LOWER], row[NUMEL], places):
+                return s
+            adding = onto != BLANK or message > 0
+            values = picked[message * of_message + before :]
+            for i in range(places.size):
+                sums[places[i]] = sums[places[i]] + values[i] if adding else values[i]
+        before += row[KEPT]
+    return -1
+
+
+def topk_table(method: TopK, segments: Segments) -> np.ndarray:
+    """The table of a chain's segments, with topk's columns."""
+
+    def make() -> np.ndarray:
+        return np.array([(*row, *topk_row(method, row[NUMEL])) for row in segments.rows], np.int64).reshape(
+            -1, HEAD + 1
+        )
+
+    return segments.derive(("places", method), make)
+
+
+def pick_many_topk(method: TopK, buffers: Buffers) -> Picked:
+    """See `gradwire.comm.compressors.kernels`."""
+    values, segments, wire, _, bad, residual = buffers
+    table = topk_table(method, segments)
+    count = int(table[:, KEPT].sum())
+    places = torch.empty(count, dtype=torch.int64, device="cpu")
+    picked = torch.empty(count, dtype=torch.float32, device="cpu")
+    kept = values if residual is None else residual
+    numbers = (tensor.numpy() for tensor in (wire, places, picked, bad))
+    pick_all(table, values.numpy(), kept.numpy(), residual is not None, *numbers)
+
+    def keep(sent: Tensor, bad: Tensor) -> None:
+        keep_rest(table, places.numpy(), sent.numpy(), bad.numpy(), kept.numpy())
+
+    return Picked(picked, keep)
+
+
+def place_many_topk(method: TopK, wires: Tensor, picked: Tensor, segments: Segments, out: Tensor, onto: str) -> None:
+    """See `gradwire.comm.compressors.kernels`."""
+    failed = place_all(topk_table(method, segments), wires.numpy(), picked.numpy(), ONTO[onto], out.numpy())
+    if failed >= 0:
+        raise ValueError(f"invalid payload: the bytes of segment {failed} are no places of {segments[failed].form}")
 
 
 # randomk
@@ -440,6 +576,8 @@ topk = Segmented(
     decoder=decode_all_topk,
 )
 KERNELS = {
-    "topk": topk.kernel(pick=pick_topk, places=topk_places, place=place),
+    "topk": topk.kernel(
+        pick=pick_topk, places=topk_places, place=place, pick_many=pick_many_topk, place_many=place_many_topk
+    ),
     "randomk": Kernel(pick=pick_randomk, places=randomk_places, place=place),
 }
