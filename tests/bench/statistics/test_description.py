@@ -291,7 +291,7 @@ def device(tmp_path):
 
 def test_the_command_prints_a_ranked_table(device, capsys):
     assert main(["predict", *MODEL.split(), *ASKED.split(), *device]) == 0
-    said = capsys.readouterr().out
+    said, named = capsys.readouterr()
     assert max(len(line) for line in said.splitlines() if "rates.json" not in line) <= 100
     assert "# 0.25 M parameters, ddp, W = 4, 20mbit and 10ms per message" in said
     table = gradwire.predict(
@@ -299,6 +299,8 @@ def test_the_command_prints_a_ranked_table(device, capsys):
     )
     lines = [line.split("|") for line in said.splitlines() if line.startswith("| ")]
     assert [line[1].strip() for line in lines[1 : 1 + len(table)]] == list(table["compressor"])
+    assert set(CELLS) - set(table["compressor"]) == {"int8-params8", "int4-diff-int4-ef"}
+    assert named == "gradwire predict: left out int8-params8, int4-diff-int4-ef: not for strategy ddp.\n"
     assert list(table["step_ms"]) == sorted(table["step_ms"])
     assert (table["step_ms_low"] <= table["step_ms"]).all() and (table["step_ms"] <= table["step_ms_high"]).all()
     none = table.set_index("compressor").loc["none"]
@@ -311,6 +313,12 @@ def test_the_command_prints_a_ranked_table(device, capsys):
     assert f"in its nearest record: `{good[0]}`." in " ".join(said.split())
     assert main(["predict", *MODEL.split(), *ASKED.split(), *device, "--json"]) == 0
     assert [one["step_ms"] for one in json.loads(capsys.readouterr().out)] == list(table["step_ms"])
+
+
+def test_a_cell_that_is_named_twice_is_predicted_once(device, capsys):
+    assert main(["predict", *MODEL.split(), *ASKED.split(), *device, "--cells", "int8", "none", "int8", "--json"]) == 0
+    said, named = capsys.readouterr()
+    assert sorted(one["compressor"] for one in json.loads(said)) == ["int8", "none"] and not named
 
 
 @pytest.mark.parametrize(

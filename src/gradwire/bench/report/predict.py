@@ -10,7 +10,6 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -87,8 +86,8 @@ def predict(**flags: Any) -> pd.DataFrame:
         A frame with a row per method, fastest first: bytes that a rank sends per step, exposed communication and step
         in milliseconds, how many times shorter the step is than with float32 and bf16, the bandwidth in bit/s below
         which the method pays, each with ``_low`` and ``_high``; the share of the ceiling, bytes of residuals and
-        anchors, the perplexity of the nearest record, and the line to type. Usual methods that the device has no rate
-        of are left out and named on stderr.
+        anchors, the perplexity of the nearest record, and the line to type. Usual methods that the strategy cannot do,
+        or that the device has no rate of, are left out and named on stderr.
 
     Raises:
         BadInput: If a value is missing, unknown, out of range or contradicts another one.
@@ -187,10 +186,12 @@ def expected(
     if options.strategy == "hsdp" and not 1 < options.islands < place.world:
         raise BadInput("strategy hsdp has islands of several ranks: add --islands N, below --world_size.")
     shapes, outside = shapes_of(options)
-    chosen = cells_of(options, cells or CELLS)
+    chosen, unfit = cells_of(options, cells or CELLS)
     baselines = [Cell.parse(label, CELLS[label]) for label in (BASELINE, BF16)]
     rates = rates_of(options.device, [(cell.method, cell.options) for cell in (*chosen, *baselines) if cell.hooked])
     known = [cell for cell in chosen if options.cells or not cell.hooked or rates.of(cell.method, cell.options)]
+    if unfit:
+        print(f"gradwire predict: left out {', '.join(unfit)}: not for strategy {options.strategy}.", file=sys.stderr)
     if absent := ", ".join(cell.label for cell in chosen if cell not in known):
         print(f"gradwire predict: left out {absent}: {rates.device} has no rate of the method.", file=sys.stderr)
     description = Description(shapes, outside, options.step_ms / 1e3, options.strategy, place, rates, own)
@@ -210,8 +211,8 @@ def predictable(cells: Sequence[Cell], description: Description) -> list[Cell]:
     return known
 
 
-def cells_of(options: Options, usual: Mapping[str, Mapping[str, Any]]) -> list[Cell]:
-    """The cells that the flags name, or the usual ones that the strategy can do.
+def cells_of(options: Options, usual: Mapping[str, Mapping[str, Any]]) -> tuple[list[Cell], list[str]]:
+    """The cells that the flags name, each once, or the usual ones that the strategy can do, and the labels of the rest.
 
     Raises:
         BadInput: If one is unknown or cannot do the strategy.
@@ -219,8 +220,8 @@ def cells_of(options: Options, usual: Mapping[str, Mapping[str, Any]]) -> list[C
     from gradwire.base.files import parse_json
     from gradwire.bench.config import Cell
 
-    cells = []
-    for number, word in enumerate(options.cells, start=1):
+    cells, unfit = [], []
+    for number, word in enumerate(dict.fromkeys(options.cells), start=1):
         label, mapping = word, usual.get(word, {})
         if word.lstrip().startswith("{"):
             try:
@@ -232,10 +233,13 @@ def cells_of(options: Options, usual: Mapping[str, Mapping[str, Any]]) -> list[C
         cell.check_strategy(options.strategy)
     for label, mapping in usual.items() if not cells else ():
         cell = Cell.parse(label, mapping)
-        with suppress(BadInput):  # of another strategy
+        try:
             cell.check_strategy(options.strategy)
+        except BadInput:
+            unfit.append(label)
+        else:
             cells.append(cell)
-    return cells
+    return cells, unfit
 
 
 def shapes_of(options: Options, max_length: int = 1024) -> tuple[Shapes, int]:
