@@ -149,5 +149,7 @@ def test_a_callback_that_cannot_work_is_refused():
         CompressedGradients("int8", nonfinite="skip")
     with pytest.raises(BadInput, match="'int8'"):
         CompressedGradients("int9")
+    with pytest.raises(BadInput, match=r"'eror_feedback'\. Did you mean 'error_feedback'"):
+        CompressedGradients("int8", eror_feedback=True)
     with pytest.raises(BadInput, match=r"for Trainer's callbacks: Trainer\(..., callbacks=\[...\]\)"):
         CompressedGradients("int8").on_train_begin(SimpleNamespace(world_size=2), None, None)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cache, wraps
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError, create_model
 from pydantic.fields import FieldInfo
@@ -23,6 +23,11 @@ from pydantic_core import CoreSchema, core_schema
 
 from gradwire.base.errors import BadInput, unknown
 from gradwire.base.flags import Number, Positional, Short, output_file, path
+
+if TYPE_CHECKING:
+    from pydantic._internal._model_construction import ModelMetaclass
+else:
+    ModelMetaclass = type(BaseModel)
 
 Model = TypeVar("Model", bound=BaseModel)
 P = ParamSpec("P")
@@ -50,6 +55,16 @@ class Strict(BaseModel):
     """A frozen model without unknown keys and non-finite numbers."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class Direct(ModelMetaclass):
+    """Metaclass of models that a user's program builds: a wrong argument is one `BadInput` there too."""
+
+    if not TYPE_CHECKING:
+
+        def __call__(cls, **fields: Any) -> Any:
+            """Build the model from its fields; as `checked`."""
+            return checked(cls, fields, cls.__name__)
 
 
 def checked(model: type[Model], value: Any, where: str) -> Model:

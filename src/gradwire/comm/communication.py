@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field
 
 from gradwire.base.errors import BadInput
 from gradwire.base.flags import COUNT, NATURAL
-from gradwire.base.strict import Strict
+from gradwire.base.strict import Direct, Strict
 from gradwire.comm.compressors import as_compressor
 from gradwire.comm.reduction import ReducerOptions, by_step
 
@@ -109,7 +109,7 @@ Interval = Annotated[Count | Mapping[Natural, Count], BeforeValidator(_interval)
 """Steps of a round, or, as a schedule, the steps of a round from a step on: ``{0: 1, 100: 5}``."""
 
 
-class Outer(Strict):
+class Outer(Strict, metaclass=Direct):
     """The outer step of local updates: SGD, whose gradient is the mean pseudo-gradient. DiLoCo's by default."""
 
     lr: float = Field(default=0.7, gt=0, description="learning rate; 1 without momentum moves to the mean of the ranks")
@@ -117,7 +117,7 @@ class Outer(Strict):
     nesterov: bool = Field(default=True, description="Nesterov momentum, as in DiLoCo")
 
 
-class Streaming(Strict, strict=True):
+class Streaming(Strict, strict=True, metaclass=Direct):
     """How local updates send the model in fragments while training goes on; ``comm.parallel.optimizers.streaming``."""
 
     fragments: Count = Field(description="number of fragments; one is in flight at a time")

@@ -14,9 +14,12 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from gradwire.base.errors import BadInput
+from gradwire.comm.collectives.reducer import check_options
 from gradwire.comm.compressors import as_compressor
 from gradwire.comm.compressors.base import Compressor
 from gradwire.comm.parallel import Compression, compress_gradients
+
+ARGUMENTS = ("optimizer", "inside", "parameters")  # of `compress_gradients`, not of a reducer
 
 
 class CompressedGradients(TrainerCallback):
@@ -37,8 +40,8 @@ class CompressedGradients(TrainerCallback):
         compression: The compression, from the start of training on; None with one rank.
 
     Raises:
-        BadInput: If the compressor is unknown or invalid, or ``nonfinite`` is ``skip``, as the Trainer has no way to
-            skip a step; from the training, as `compress_gradients`.
+        BadInput: If the compressor or an option is unknown or invalid, or ``nonfinite`` is ``skip``, as the
+            Trainer has no way to skip a step; from the training, as `compress_gradients`.
     """
 
     def __init__(self, compressor: Compressor | str | Mapping[str, Any], **options: Any) -> None:
@@ -46,6 +49,7 @@ class CompressedGradients(TrainerCallback):
             raise BadInput("nonfinite is 'skip', but a Trainer's callback cannot skip a step: use 'raise'.")
         self.compressor = as_compressor(compressor)
         self.options = options
+        check_options(self.compressor, **{name: given for name, given in options.items() if name not in ARGUMENTS})
         self.compression: Compression | None = None
         self._hooked: ref[nn.Module] | None = None  # the model of the last training
 

@@ -13,6 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from gradwire.base.errors import BadInput, unknown
 from gradwire.base.flags import NATURAL
+from gradwire.base.strict import Direct
 from gradwire.comm.compressors import registry
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 ResidualDtype = Literal["float32", "bf16", "int8"]
 
 
-class Exempt(BaseModel):
+class Exempt(BaseModel, metaclass=Direct):
     """A parameter is exempt if any of the given conditions holds; by default none is."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)

@@ -37,7 +37,7 @@ from gradwire.base.flags import POSITIVE
 from gradwire.base.strict import checked_arguments
 from gradwire.comm.collectives import Layout, Reducer, ops
 from gradwire.comm.communication import Natural
-from gradwire.comm.parallel.optimizers.base import AnyCompressor, Communicating, step_without_hooks
+from gradwire.comm.parallel.optimizers.base import AnyCompressor, Communicating, check_rates, step_without_hooks
 from gradwire.comm.parallel.strategy import clip_grad_norm, local, strategy_of
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -64,7 +64,8 @@ class OneBitAdam(Communicating, AdamW):
         options: Options of `Reducer`, such as ``algorithm``; ``error_feedback`` is True unless given.
 
     Raises:
-        BadInput: If there is no warm-up, a group has ``amsgrad`` or ``maximize``, or as `Communicating.attach`.
+        BadInput: If there is no warm-up, a group has ``amsgrad`` or ``maximize``, an option of AdamW is out
+            of range, or as `Communicating.attach`.
     """
 
     @checked_arguments
@@ -90,7 +91,9 @@ class OneBitAdam(Communicating, AdamW):
             raise BadInput(
                 f"{type(self).__name__} freezes the variance after dense_steps steps; dense_steps must be at least 1."
             )
-        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        rates: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        check_rates(type(self).__name__, rates)
+        super().__init__(params, **rates)
         self._check_groups(self.param_groups)
         self.attach(model, compressor, reducer, options)
         self.max_norm = math.inf if max_norm is None else max_norm

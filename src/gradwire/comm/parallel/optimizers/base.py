@@ -8,10 +8,11 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
+from pydantic import Field
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
@@ -19,6 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from gradwire.base.errors import BadInput, listed
+from gradwire.base.flags import NOT_NEGATIVE
+from gradwire.base.strict import Strict, checked
 from gradwire.base.units import amount
 from gradwire.comm.collectives import IslandReducer, Islands, Reducer, build_islands, ops, state
 from gradwire.comm.collectives.meter import Traffic
@@ -38,6 +41,7 @@ from gradwire.comm.torch_internals import allocating, cloned, has_comm_hook
 ALIKE, LOCAL_STEP = "alike", "local"  # kinds of steps: where all communicate alike; where nothing is sent
 TORCH = ("state", "param_groups")  # entries of the state of every torch optimizer
 
+Beta = Annotated[float, Field(ge=0, lt=1)]
 AnyCompressor = Compressor | str | Mapping[str, Any]
 """A compressor, its name, or a mapping of its ``method`` and options."""
 
@@ -485,6 +489,25 @@ def step_without_hooks(kind: type[Optimizer]) -> Callable[[Optimizer], Any]:
     while getattr(step, "hooked", False):
         step = step.__wrapped__
     return step  # type: ignore[no-any-return]
+
+
+class Rates(Strict, strict=True):
+    """AdamW's numbers, as given: torch names no option of a wrong type."""
+
+    lr: Annotated[float, NOT_NEGATIVE] = 0.0
+    betas: Annotated[tuple[Beta, Beta], Field(strict=False)] = (0.0, 0.0)
+    eps: Annotated[float, NOT_NEGATIVE] = 0.0
+    weight_decay: Annotated[float, NOT_NEGATIVE] = 0.0
+
+
+def check_rates(whose: str, given: Mapping[str, Any]) -> None:
+    """Check AdamW's numbers among some options; torch takes a rate that is a tensor.
+
+    Raises:
+        BadInput: If one is out of range or no number.
+    """
+    numbers = {name: value for name, value in given.items() if name in Rates.model_fields}
+    checked(Rates, {name: value for name, value in numbers.items() if not isinstance(value, Tensor)}, whose)
 
 
 def copy_tensors(state: Mapping[Tensor, dict[str, Any]]) -> None:

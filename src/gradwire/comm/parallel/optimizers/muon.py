@@ -26,7 +26,7 @@ from gradwire.base.machine import multiplies_bf16
 from gradwire.base.strict import checked_arguments
 from gradwire.comm.collectives import ops
 from gradwire.comm.parallel.model import blocks, local
-from gradwire.comm.parallel.optimizers.base import copy_tensors, step_without_hooks
+from gradwire.comm.parallel.optimizers.base import check_rates, copy_tensors, step_without_hooks
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic iteration
 ITERATIONS = 5
@@ -43,11 +43,12 @@ class Muon(AdamW):
         adamw: AdamW's options.
 
     Raises:
-        BadInput: If there is no matrix for Muon.
+        BadInput: If there is no matrix for Muon, or an option of AdamW is out of range.
     """
 
     @checked_arguments
     def __init__(self, params: Iterable[Any], model: InstanceOf[nn.Module], **adamw: Any) -> None:
+        check_rates(type(self).__name__, adamw)
         matrices = {p for block in blocks(model) for p in block.parameters() if p.ndim == 2 and p.requires_grad}
         groups = [*params]
         groups = groups if groups and isinstance(groups[0], dict) else [{"params": groups}]
