@@ -62,4 +62,23 @@ for (build, first, then), message in REFUSED.items():
         assert message in str(error), (first, then, error)
     else:
         raise AssertionError(f"{then} after {first} is accepted")
+
+x = torch.ones(3, 4) + dist.get_rank()
+model = ddp()
+first = FIRST["DiLoCo"](model)
+for name in ("DiLoCo", "OneBitAdam"):  # a second one takes over
+    second = FIRST[name](model)
+    model(x).sum().backward()
+    before = [p.detach().clone() for p in model.parameters()]
+    try:
+        first.step()
+    except BadInput as error:
+        assert f"a {name} was built for the model of this DiLoCo afterwards" in str(error), error
+    else:
+        raise AssertionError(f"DiLoCo steps though {name} has its model")
+    assert all(map(torch.equal, model.parameters(), before))
+    second.step()
+    assert not any(map(torch.equal, model.parameters(), before))
+del second
+first.step()
 print("right")

@@ -9,6 +9,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Annotated, Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -39,6 +40,7 @@ from gradwire.comm.parallel.wrap import wrap
 from gradwire.comm.torch_internals import allocating, cloned, has_comm_hook
 
 ALIKE, LOCAL_STEP = "alike", "local"  # kinds of steps: where all communicate alike; where nothing is sent
+NEWEST: WeakKeyDictionary[nn.Module, ref[Communicating]] = WeakKeyDictionary()  # the optimizer that moves a model
 TORCH = ("state", "param_groups")  # entries of the state of every torch optimizer
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -116,6 +118,7 @@ class Communicating(Optimizer):
                 f"take them from the model after it is wrapped or sharded."
             )
         reducer.claim(parameters)
+        NEWEST[model] = ref(self)
         self.model, self.reducer, self.parameters = model, reducer, parameters
         if reducer.world > 1:
             numel = sum(p.numel() for p in parameters.values())
@@ -146,6 +149,7 @@ class Communicating(Optimizer):
         if prepared is not None:
             kind, shared, device = prepared
             _keep_apart(self.model, kind(shared.group, device))
+            NEWEST.setdefault(self.model, ref(self))
             self.bind()
 
     def bind(self) -> None:
@@ -242,11 +246,17 @@ class Communicating(Optimizer):
             (from `Reducer.finish`).
 
         Raises:
-            BadInput: If the model's trainable parameters are not those that the optimizer was built with, or a gradient
-                is sparse.
+            BadInput: If another optimizer was built for the model since, the model's trainable parameters are not those
+                that this one was built with, or a gradient is sparse.
             NonFiniteGradient: As `Reducer.finish`.
             RunFault: If a parameter that this optimizer sends has no gradient.
         """
+        newest = NEWEST[self.model]()
+        if newest is not None and newest is not self:
+            raise BadInput(
+                f"a {type(newest).__name__} was built for the model of this {type(self).__name__} afterwards, and both "
+                f"would move it: step the new one only, or delete it."
+            )
         changed = [
             name for name, p in named_parameters(self.model) if p.requires_grad and self.parameters.get(name) is not p
         ]
