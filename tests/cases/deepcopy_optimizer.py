@@ -6,6 +6,7 @@ The optimizers take turns with and without DDP, unless both are asked for.
 import copy
 import pickle
 import sys
+import warnings
 from datetime import timedelta
 
 import torch
@@ -64,6 +65,21 @@ chosen = [
     for turn, wrapped in enumerate(WAYS)
     if way == "both" or (way == wrapped and number % 2 == turn)
 ]
+if way != "module":  # a copy of a model alone is plain DDP, which averages
+    model = DistributedDataParallel(built())
+    optimizer = OPTIMIZERS["diloco"](model)
+    with warnings.catch_warnings(action="ignore", category=UserWarning):
+        loaded = pickle.loads(pickle.dumps(model))
+    for twin in (copy.deepcopy(model), loaded):
+        x = torch.full((2, 3), rank)
+        twin(x).sum().backward()
+        model.zero_grad()
+        model(x).sum().backward()
+        for mean, p in zip(twin.parameters(), model.parameters(), strict=True):
+            mine = p.grad.clone()
+            dist.all_reduce(p.grad)
+            torch.testing.assert_close(mean.grad, p.grad / 2)
+            assert p.ndim == 1 or not torch.equal(mine, mean.grad), "the ranks' gradients differ, and stay apart"
 for name, wrapped in chosen:
     model = built() if wrapped == "module" else DistributedDataParallel(built())
     optimizer = OPTIMIZERS[name](model)

@@ -109,10 +109,31 @@ class DDP(Strategy):
         unused, self._unused = self._unused, set()
         return {name for name, p in self.averaged(wrapped).items() if name in unused and p.grad is None}
 
+    def keep_apart(self, wrapped: nn.Module) -> None:
+        """As `Strategy.keep_apart`, and not in copies of the model."""
+        super().keep_apart(wrapped)
+        wrapped.require_backward_grad_sync = Off()  # type: ignore[assignment]
+
     def accumulation(self, wrapped: nn.Module, last: bool) -> AbstractContextManager[object]:
         """Use `no_sync` except for the last micro-batch."""
         assert isinstance(wrapped, DistributedDataParallel)
         return nullcontext() if last else wrapped.no_sync()
+
+
+class Off:
+    """A setting that is off, as False, and on in a copy of what has it, or in one that was pickled."""
+
+    def __bool__(self) -> bool:
+        """Return False."""
+        return False
+
+    def __deepcopy__(self, memo: dict[int, object]) -> bool:
+        """Return True."""
+        return True
+
+    def __reduce__(self) -> tuple[type[bool], tuple[bool]]:
+        """Load as True."""
+        return bool, (True,)
 
 
 # Why: docs/decisions.md, "DDP's own buckets, where the result does not depend on them".
