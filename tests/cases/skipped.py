@@ -1,4 +1,4 @@
-"""torchrun --nproc_per_node 2 skipped.py none|feedback|zero|fills|ddp|ddp_feedback: layers that all ranks leave out.
+"""torchrun --nproc_per_node 2 skipped.py none|feedback|zero|fills|ddp|ddp_feedback|hook_feedback: unused layers.
 
 A block, and an expert without tokens, keep their weights, optimizer state and residuals as without gradwire.
 """
@@ -16,6 +16,7 @@ import gradwire as gw
 
 dist.init_process_group("gloo")
 way = sys.argv[1]
+OF_DDP = way.startswith(("ddp", "hook"))
 STEPS = ((None, None), (1, None), (None, 1), (1, 1), (0, 2), (None, "apart"), (None, None))  # the block and the expert
 
 
@@ -52,7 +53,7 @@ def train(compressor, **options):
     """Return each parameter's gradient, values and optimizer state, and the residuals, after each step."""
     torch.manual_seed(3)
     model = Net()
-    if way.startswith("ddp"):
+    if OF_DDP:
         model = DistributedDataParallel(model, find_unused_parameters=True)
     else:
         for block in model.blocks:
@@ -60,12 +61,17 @@ def train(compressor, **options):
         fully_shard(model)
         model.set_reduce_scatter_unused_params(way == "fills")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
-    compression = gw.compress_gradients(model, compressor, optimizer=optimizer, **options) if compressor else None
+    compression = None
+    if compressor and way == "hook_feedback":
+        model.register_comm_hook(*(pair := gw.comm_hook(model, compressor, **options)))
+        compression = pair[0]
+    elif compressor:
+        compression = gw.compress_gradients(model, compressor, optimizer=optimizer, **options)
     seen = []
     for step, (skipped, idle) in enumerate(STEPS):
         if idle == "apart":
             idle = dist.get_rank()  # plain FSDP2 needs its setting
-            if compression is None and not way.startswith("ddp"):
+            if compression is None and not OF_DDP:
                 model.set_reduce_scatter_unused_params(True)
         x = torch.randn(5, 7, generator=torch.Generator().manual_seed(9 * step + dist.get_rank()))
         model(x, skipped, idle).backward()

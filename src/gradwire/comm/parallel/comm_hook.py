@@ -10,6 +10,7 @@ import math
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,14 +24,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from gradwire.base.errors import BadInput
 from gradwire.base.strict import checked_arguments
-from gradwire.comm.collectives import Reducer
+from gradwire.comm.collectives import Layout, Reducer
 from gradwire.comm.collectives.meter import Traffic
 from gradwire.comm.collectives.reducer import check_options
 from gradwire.comm.compressors import as_compressor
 from gradwire.comm.compressors.base import Compressor
 from gradwire.comm.parallel.checks import check_agreement, check_gradients, check_has_values, parameters_of
 from gradwire.comm.parallel.model import trainable
-from gradwire.comm.parallel.strategies.ddp import HookedBuckets, TakesBuckets, hooked_buckets, reduce_bucket
+from gradwire.comm.parallel.strategies.ddp import HookedBuckets, TakesBuckets, hooked_buckets, noted, reduce_bucket
 from gradwire.comm.parallel.strategy import Attached, check_unprepared
 
 
@@ -48,6 +49,9 @@ class CommHookState(Attached):
         # Not the parameters: the state would keep DDP alive, and DDP the state.
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._shapes = [tuple(parameter.shape) for parameter in parameters.values()]
+        self._unused = Unused({*parameters})
+        for name, parameter in parameters.items():
+            parameter.register_post_accumulate_grad_hook(partial(noted, self._unused.added, name))
         self._device = next((parameter.device for parameter in parameters.values()), torch.device("cpu"))
         self._make = make
         self._buckets = self._build() if dist.is_initialized() else None
@@ -74,6 +78,8 @@ class CommHookState(Attached):
     def _build(self) -> HookedBuckets:
         reducer = self._make()
         reducer.prepare("all_reduce", sum(map(math.prod, self._shapes)), self._device)
+        if reducer.world > 1:
+            reducer.watch(self._unused)
         return hooked_buckets(reducer, self._names, self._shapes, ended=reducer.finish)
 
     @property
@@ -86,6 +92,8 @@ class CommHookState(Attached):
     def take(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """Take a bucket of DDP; as `HookedBuckets.take`."""
         self._awaited = False
+        if self.reducer.world > 1:
+            self._unused.note(bucket, self._names, self.reducer)
         return self.buckets.take(bucket)
 
     @property
@@ -106,6 +114,45 @@ class CommHookState(Attached):
         """Load what `state_dict` returned on this rank; a resumed run then equals an uninterrupted one."""
         self.reducer.load_state_dict(state)
         self.reducer.codec.check_names({*self._names.values()})
+
+
+class Unused:
+    """The parameters that no backward pass of a step used, for which DDP reduces zeros; a `StepCheck`.
+
+    Args:
+        names: All parameters.
+
+    Attributes:
+        added: Those to whose gradients a backward pass has added after their last reduction.
+    """
+
+    def __init__(self, names: set[str]) -> None:
+        self.names = names
+        self.added: set[str] = set()
+        self._unused: set[str] = set()
+
+    def note(self, bucket: dist.GradBucket, names: Mapping[int, str], reducer: Reducer) -> None:
+        """Hold what is kept of the parameters of a bucket that no backward pass used, before it is reduced."""
+        taken = {names.get(id(parameter), ""): parameter.grad for parameter in bucket.parameters()}
+        unused = {name for name, gradient in taken.items() if name not in self.added and gradient is None}
+        self._unused |= unused
+        reducer.codec.hold(unused)
+        self.added -= taken.keys()
+
+    def begun(self, layout: Layout) -> None:
+        """As `StepCheck.begun`."""
+
+    def finish(self) -> list[str]:
+        """Return no parameter: DDP reduces all that it has, and each backward pass ends a step."""
+        return []
+
+    def left_out(self) -> set[str]:
+        """As `StepCheck.left_out`."""
+        unused, self._unused = self._unused, set()
+        return unused
+
+    def leave_out(self, names: set[str]) -> None:
+        """As `StepCheck.leave_out`; DDP leaves them without a gradient itself."""
 
 
 @checked_arguments
