@@ -20,6 +20,7 @@ TORCH ?= torch==2.13.0
 NEWEST ?= torch==2.14.1
 VENV ?= .venv
 LOCKED ?=
+UV ?= $(shell command -v uv)
 VARIANT ?= cpu
 CORES ?=
 RANKS ?= 2
@@ -27,6 +28,7 @@ WORKERS ?= 2
 RESULTS ?= results
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+READY_DEV := $(VENV)/.ready-dev
 READY_DOCS := $(VENV)/.ready-docs
 READY_TITAN := .titan/.ready
 
@@ -42,7 +44,7 @@ train: $(READY)
 	@log=logs/train-$$(date +%Y%m%d-%H%M%S).log; echo "log          $$log"; \
 	$(BIN)/gradwire launch --tensorboard --world_size $(RANKS) -- train $(ARGS) 2>&1 | tee --ignore-interrupts $$log
 
-gpu: $(READY)
+gpu: $(READY_DEV)
 	@PYTHON=$(BIN)/python $(if $(DEVICE),DEVICE=$(DEVICE)) $(if $(SIZE),SIZE=$(SIZE)) benchmarks/gpu.sh $(PARTS)
 
 tensorboard: $(READY)
@@ -59,13 +61,13 @@ test: kernels
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=20 --junitxml=logs/test.xml
 
 # Compiled once, before several workers and their ranks would each do it.
-kernels: $(READY)
+kernels: $(READY_DEV)
 	$(BIN)/python tests/helpers/compile_kernels.py
 
 test-newest:
 	$(MAKE) test VENV=.venv-$(subst ==,-,$(NEWEST)) TORCH=$(NEWEST) LOCKED=--no-deps
 
-test-faults: $(READY)
+test-faults: $(READY_DEV)
 	$(BIN)/python -m pytest -m faults $(if $(ONLY),-k "$(ONLY)") --durations=5 tests/faults
 
 test-sweep: kernels
@@ -80,14 +82,14 @@ nightly: $(READY_DOCS)
 	$(MAKE) --keep-going test-sweep test-newest test-full test-container test-slurm test-faults
 
 # After the same experiment without Slurm, which has nothing to do if it ran already.
-test-slurm: $(READY)
+test-slurm: $(READY_DEV)
 	$(BIN)/snakemake --cores all --quiet --configfile configs/smoke.yaml
 	$(BIN)/python -m pytest -m slurm $(if $(ONLY),-k "$(ONLY)") tests/slurm
 
-test-container: image
+test-container: $(READY_DEV) image
 	$(BIN)/python -m pytest -m container tests/container
 
-lint: $(READY)
+lint: $(READY_DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -101,26 +103,36 @@ lint: $(READY)
 	$(BIN)/codespell
 	$(BIN)/snakemake --lint
 
-format: $(READY)
+format: $(READY_DEV)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/snakefmt Snakefile workflow
 
-# torch first, by version (its CPU and CUDA builds cannot share one hash), then everything else by hash. pip refuses a
-# lock that lacks what a package needs, except with LOCKED=--no-deps: another torch asks for other versions.
+# torch first, by version (its CPU and CUDA builds cannot share one hash), then everything else by hash: with uv where it
+# is installed, else with pip; UV= takes pip. Both refuse a lock that lacks what a package needs, except with
+# LOCKED=--no-deps: another torch asks for other versions. An import writes its bytecode itself.
+PIP = $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
+INSTALL = $(if $(UV),$(UV) pip install --quiet --python $(BIN)/python --override requirements.overrides,$(PIP))
+BY_HASH = $(INSTALL) $(LOCKED) --require-hashes
+
 $(READY): requirements.lock pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check "$(TORCH)"
-	$(BIN)/pip install --quiet --disable-pip-version-check $(LOCKED) --require-hashes -r requirements.lock
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	$(PIP) "$(TORCH)"
+	$(BY_HASH) -r requirements.lock
+	$(PIP) --no-deps --no-build-isolation -e .
+	touch $@
+
+# What tests and lint need as well.
+$(READY_DEV): $(READY) requirements-dev.lock
+	$(BY_HASH) -r requirements.lock -r requirements-dev.lock
 	touch $@
 
 docs: $(READY_DOCS)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "$(CURDIR)/site/index.html"
 
-$(READY_DOCS): $(READY) requirements-docs.lock
-	$(BIN)/pip install --quiet --disable-pip-version-check --require-hashes -r requirements-docs.lock
+$(READY_DOCS): $(READY_DEV) requirements-docs.lock
+	$(INSTALL) --require-hashes -r requirements-docs.lock
 	touch $@
 
 # Apart from .venv: torchtitan asks for an older datasets than gradwire, and for wandb, without which tests run.
@@ -132,13 +144,13 @@ schema: $(READY)
 	$(BIN)/python -c "import json; from gradwire.bench.config import json_schema; print(json.dumps(json_schema(), indent=2))" \
 	    > workflow/schemas/config.schema.json
 
+LOCK := uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-emit-find-links \
+    --custom-compile-command "make lock" --no-emit-package torch --override requirements.overrides
+WITHOUT = $$(sed -n 's/^\([A-Za-z0-9._-]*\)==.*/--no-emit-package \1/p' $(1))
+
 lock:
-	uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-emit-find-links \
-	    --custom-compile-command "make lock" --override requirements.overrides --no-emit-package torch requirements.in \
-	    -o requirements.lock
-	uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-emit-find-links \
-	    --custom-compile-command "make lock" --constraint requirements.lock requirements-docs.in -o requirements-docs.lock
-	uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-emit-find-links \
-	    --custom-compile-command "make lock" --override requirements.overrides --override requirements-titan.overrides \
-	    --constraint requirements.lock --no-emit-package torch \
-	    $$(sed -n 's/^\([A-Za-z0-9._-]*\)==.*/--no-emit-package \1/p' requirements.lock) requirements-titan.in -o requirements-titan.lock
+	$(LOCK) requirements.in -o requirements.lock
+	$(LOCK) --constraint requirements.lock $(call WITHOUT,requirements.lock) requirements-dev.in -o requirements-dev.lock
+	$(LOCK) --constraint requirements.lock --constraint requirements-dev.lock requirements-docs.in -o requirements-docs.lock
+	$(LOCK) --override requirements-titan.overrides --constraint requirements.lock --constraint requirements-dev.lock \
+	    $(call WITHOUT,requirements.lock requirements-dev.lock) requirements-titan.in -o requirements-titan.lock

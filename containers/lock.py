@@ -1,6 +1,7 @@
 """Lock again what goes into the images: ``make image-lock``. Nothing is built; images.lock.json then says so.
 
-Debian's packages are what the mirror has now. Wheels have the versions of requirements.lock; torch the Makefile's.
+Debian's packages are what the mirror has now. Wheels have the versions of requirements.lock and
+requirements-dev.lock; torch the Makefile's.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ def wheels_lock(variant: str, torch: str) -> str:
     """The lines of a variant's wheel lock: exactly the files that go in, in pip's form."""
     with TemporaryDirectory() as folder:
         constraints = Path(folder) / "constraints.txt"
-        constraints.write_text(pinned((ROOT / "requirements.lock").read_text()))
+        locks = (ROOT / "requirements.lock", ROOT / "requirements-dev.lock")
+        constraints.write_text("\n".join(pinned(lock.read_text()) for lock in locks))
         report = Path(folder) / "report.json"
         wanted = [TORCH[variant].format(version=torch), *requirements(), INSTALLER]
         options = ("--dry-run", "--ignore-installed", "--only-binary=:all:", "--quiet", "--report", report)

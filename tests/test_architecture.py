@@ -126,10 +126,24 @@ def test_a_message_names_the_extra_that_has_the_package():
 
 def test_what_is_declared_is_locked():
     root = PACKAGE.parents[1]
-    asked = {normal(name) for name in re.findall(r"^[\w.-]+", (root / "requirements.in").read_text(), re.M)}
-    assert declared() - asked == {"torch"}  # the Makefile pins it
-    entries = re.findall(r"^([\w.-]+)==.*((?:\n +.*)*)", (root / "requirements.lock").read_text(), re.M)
-    assert {name for name, below in entries if "-r requirements.in" in below} == asked
+    asked, locked = {}, {}
+    for what in ("requirements", "requirements-dev"):
+        asked[what] = {normal(name) for name in re.findall(r"^[\w.-]+", (root / f"{what}.in").read_text(), re.M)}
+        entries = re.findall(r"^([\w.-]+)==.*((?:\n +.*)*)", (root / f"{what}.lock").read_text(), re.M)
+        locked[what] = {name for name, _ in entries}
+        wanted = {name for name, below in entries if f"-r {what}.in" in below}
+        assert asked[what] - wanted <= (locked["requirements"] if what == "requirements-dev" else set())
+    assert declared() - asked["requirements"] - asked["requirements-dev"] == {"torch"}  # the Makefile pins it
+    assert not locked["requirements"] & locked["requirements-dev"]
+
+
+def test_the_lock_for_runs_has_what_the_benchmark_asks_for_and_no_tool():
+    root = PACKAGE.parents[1]
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    locked = set(re.findall(r"^([\w.-]+)==", (root / "requirements.lock").read_text(), re.M))
+    assert packages([*project["dependencies"], *extras["attribution"], *extras["bench"]]) - locked == {"torch"}
+    assert not packages(extras["dev"]) & locked
 
 
 def test_imports_are_absolute():

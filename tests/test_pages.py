@@ -248,7 +248,7 @@ def checkout(folder: Path) -> Path:
 
     shutil.copytree(ROOT, folder, ignore=left_out, dirs_exist_ok=True)
     (folder / ".venv").symlink_to(ROOT / ".venv")
-    for name in ("requirements.lock", "pyproject.toml"):
+    for name in ("requirements.lock", "requirements-dev.lock", "pyproject.toml"):
         os.utime(folder / name, (0, 0))  # make shall not install this copy into the environment
     for path, grid in SHORTENED.items():
         experiment = yaml.safe_load((folder / path).read_text())

@@ -133,9 +133,8 @@ def test_both_images_have_one_version_of_everything_and_torch_in_two_builds():
 
 def test_wheels_have_the_versions_that_plain_runs_have():
     plain: dict[str, set[str]] = {}  # where a version depends on Python's, there are several
-    for name, version in re.findall(
-        r"^([a-z0-9-]+)==([^\s;]+)", (ROOT / "requirements.lock").read_text(), re.MULTILINE
-    ):
+    locked = "".join((ROOT / name).read_text() for name in ("requirements.lock", "requirements-dev.lock"))
+    for name, version in re.findall(r"^([a-z0-9-]+)==([^\s;]+)", locked, re.MULTILINE):
         plain.setdefault(name, set()).add(version)
     inside = {re.sub(r"[._]", "-", name): version for name, version in wheels("cpu").items()}
     assert inside.keys() - plain.keys() == {"torch", "pip"}
