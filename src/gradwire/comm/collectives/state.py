@@ -21,7 +21,7 @@ from gradwire.comm.collectives.layout import Shard
 
 Phase = Literal["scatter", "gather"]  # every rank's gradients to the owners; the owners' means to every rank
 Key: TypeAlias = tuple[str, Phase, int]  # a parameter, a phase, and where the shard begins in the parameter
-RESIDUAL = "residual.float32"  # the entry of `Feedback.state_dict` with a residual of that type
+RESIDUAL = "residual.float32"  # the entry of `Residual.state_dict` with a residual of that type
 
 RANK = "rank"
 
