@@ -32,9 +32,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 OPTIMIZERS = {
     "diloco": lambda m: gw.DiLoCo(adamw(m), m, sync_every=3, compressor="int8"),
-    "sparse": lambda m: gw.DiLoCo(
-        adamw(m), m, sync_every={0: 1, 4: 2}, compressor=gw.TopK(density=0.1), dense_rounds=1
-    ),
+    "sparse": lambda m: gw.DiLoCo(adamw(m), m, sync_every={0: 1, 4: 2}, compressor=gw.TopK(density=0.1)),
     "streaming": lambda m: gw.StreamingDiLoCo(adamw(m), m, sync_every=4, fragments=2, compressor="int8"),
     "replay": lambda m: gw.ReplayDiLoCo(adamw(m), m, sync_every=3, compressor="bins", embeddings="int8"),
     "demo": lambda m: gw.DeMo(m.parameters(), m, lr=1e-2),

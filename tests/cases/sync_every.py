@@ -34,8 +34,8 @@ lengths = (*counts, None, {}, {1: 5}, {0: 2.5}, [5])
 rates = (-1.0, "x", None, float("nan"))
 ADAMW = {"lr": rates, "eps": rates, "weight_decay": rates, "betas": [(0.9, 1.0), (-0.1, 0.9), (0.9,), 0.9, ("x", 0.9)]}
 programs = (  # an optimizer, the arguments that it needs, and wrong values of each argument
-    (local, gw.DiLoCo, {}, {"sync_every": lengths, "steps": counts, "dense_rounds": counts[1:], "reducer": ["int8"]}),
-    (local, gw.StreamingDiLoCo, {"fragments": 2}, {"sync_every": lengths, "steps": counts, "dense_rounds": [-1]}),
+    (local, gw.DiLoCo, {}, {"sync_every": lengths, "steps": counts, "reducer": ["int8"]}),
+    (local, gw.StreamingDiLoCo, {"fragments": 2}, {"sync_every": lengths, "steps": counts}),
     (local, gw.StreamingDiLoCo, {"fragments": 2}, {"fragments": counts, "delay": counts[1:], "alpha": [1, -1, "x"]}),
     (local, gw.ReplayDiLoCo, {"embeddings": "int8"}, {"sync_every": lengths, "steps": counts}),
     (direct, gw.OneBitAdam, {"dense_steps": 2}, ADAMW),

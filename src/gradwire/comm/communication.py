@@ -42,7 +42,7 @@ class Preset(NamedTuple):
 def local_updates(H: int, outer_lr: float, outer_momentum: float, *, inner: str | None = None, **cell: Any) -> Preset:
     """Return the preset of an optimizer that trains alone for H steps, and sends what that changed."""
     options = {"H": H, "outer_lr": outer_lr, "outer_momentum": outer_momentum, **({"inner": inner} if inner else {})}
-    takes = ("H", "outer_lr", "outer_momentum", "dense_rounds", "streaming", "embeddings", "inner")
+    takes = ("H", "outer_lr", "outer_momentum", "streaming", "embeddings", "inner")
     return Preset("diloco:DiLoCo", options, takes, **cell)
 
 
@@ -140,7 +140,6 @@ class Communication(Strict, strict=True):
     H: Interval | None = Field(default=None, description="local steps of a round, or a schedule: {0: 1, 100: 5}")
     outer_lr: float | None = Field(default=None, gt=0, description="learning rate of the outer step")
     outer_momentum: float | None = Field(default=None, ge=0, lt=1, description="Nesterov momentum of the outer step")
-    dense_rounds: Natural = Field(default=0, description="first rounds without compression")
     inner: Inner | None = Field(default=None, description="the optimizer of a rank's steps")
     streaming: Streaming | None = Field(default=None, description="send in fragments while training goes on")
     embeddings: str | dict[str, Any] | None = Field(
@@ -191,7 +190,7 @@ def check_communication(communication: Communication, method: str, reduction: Re
         if communication.streaming is not None:
             raise BadInput("embeddings are replayed at the end of a round, and streaming has none: omit one of them.")
     if name in LOCAL and dense_steps:
-        raise BadInput(f"dense_steps counts optimizer steps; comm_optimizer {name} has dense_rounds.")
+        raise BadInput(f"comm_optimizer {name} sends the outcome of rounds, and has no dense_steps: omit it.")
     if not PRESETS[name].warms_up:
         return
     if method == "none" and "algorithm" not in reduction.model_fields_set:

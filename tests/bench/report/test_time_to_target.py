@@ -223,7 +223,7 @@ def test_time_steps_and_bytes_to_each_target(tmp_path):
 
 @pytest.mark.parametrize(
     ("config", "seconds"),
-    [({}, 4 * 0.25), ({"dense_steps": 3}, 3 * 2.0 + 0.25), ({"dense_steps": 5}, 4 * 2.0), ({"dense_rounds": 9}, None)],
+    [({}, 4 * 0.25), ({"dense_steps": 3}, 3 * 2.0 + 0.25), ({"dense_steps": 5}, 4 * 2.0)],
     ids=str,
 )
 def test_a_shaped_run_takes_the_steps_of_the_long_one_at_its_own_step_time(tmp_path, config, seconds):

@@ -111,8 +111,8 @@ def inners(name, model):
 class Simulated:
     """All ranks of a run in one process: torch's own AdamW or SGD on every rank, torch's SGD outside."""
 
-    def __init__(self, world, method, cell, H, outer_lr, outer_momentum, dense_rounds=0, inner="adamw", nesterov=True):
-        self.world, self.H, self.dense_rounds = world, H, dense_rounds
+    def __init__(self, world, method, cell, H, outer_lr, outer_momentum, inner="adamw", nesterov=True):
+        self.world, self.H = world, H
         self.models = [held() for _ in range(world)]
         self.shapes = {n: tuple(p.shape) for n, p in self.models[0].named_parameters() if p.requires_grad}
         self.inner = [inners(inner, model) for model in self.models]
@@ -157,8 +157,6 @@ class Simulated:
         ranks = range(self.world)
         deltas = [{n: p.detach() for n, p in self.parameters(rank).items() if n in names} for rank in ranks]
         deltas = [{n: self.anchors[n] - p for n, p in mine.items()} for mine in deltas]
-        if self.rounds < self.dense_rounds:
-            return {n: sum((d[n] for d in deltas), torch.zeros(())) / self.world for n in names}
         self.protocol.shapes = {n: self.shapes[n] for n in names}
         return self.protocol.reduce(self.algorithm, "all_reduce", deltas)
 
@@ -185,7 +183,7 @@ def simulated(size, method, cell, options, clip=CLIP):
 ONEBIT = {"method": {"block": 16}, "error_feedback": True, "algorithm": "exchange"}
 CASES = [
     ("none", {"algorithm": "exchange"}, {"H": 3, "outer_lr": 0.7, "outer_momentum": 0.6}),
-    ("onebit", ONEBIT, {"H": 2, "outer_lr": 0.7, "outer_momentum": 0.9, "dense_rounds": 1}),
+    ("onebit", ONEBIT, {"H": 2, "outer_lr": 0.7, "outer_momentum": 0.9}),
     ("onebit", {**ONEBIT, "ef_decay": 0.9, "algorithm": "gather"}, {"H": 3, **LONE}),
     ("onebit", ONEBIT, {"H": 2, **LONE, "inner": "muon"}),
     ("int8", {**ONEBIT, "method": {"num_bits": 4, "block": 64}, "algorithm": "gather"}, {"H": 5, **LONE}),
@@ -246,7 +244,7 @@ def test_diloco_is_its_protocol_in_one_process(world, case, strategy, size):
     assert not torch.equal(results[0][0][0][0]["bias"], results[1][0][0][0]["bias"]) or options["H"] == 1
     sent = sum(traffic["sent"] for _, traffic in results)
     assert [traffic.details["closed_form"] for _, traffic in results] == [traffic["sent"] for _, traffic in results]
-    assert sent == bytes_sent or options.get("dense_rounds")
+    assert sent == bytes_sent
     numel = sum(p.numel() for p in held().parameters() if p.requires_grad)
     assert {traffic.details["elements"] for _, traffic in results} == {STEPS * numel}, "raw counts every step"
 
@@ -537,17 +535,16 @@ def test_an_evaluation_sees_the_anchors(world):
 
 
 @pytest.mark.parametrize(
-    ("interval", "steps", "ends", "began"),
+    ("interval", "steps", "ends"),
     [
-        (1, 4, [0, 1, 2, 3], [0, 1, 2, 3]),
-        (3, 8, [2, 5, 7], [0, 3, 6]),
-        ({0: 1, 2: 3, 9: 2}, 12, [0, 1, 4, 7, 8, 10, 11], [0, 1, 2, 5, 8, 9, 11]),
+        (1, 4, [0, 1, 2, 3]),
+        (3, 8, [2, 5, 7]),
+        ({0: 1, 2: 3, 9: 2}, 12, [0, 1, 4, 7, 8, 10, 11]),
     ],
 )
-def test_rounds(interval, steps, ends, began):
+def test_rounds(interval, steps, ends):
     rounds = Rounds(interval, steps)
     assert [step for step in range(steps) if rounds.ends(step)] == ends
-    assert [rounds.began(number) for number in range(len(began))] == began
 
 
 def refused(rank, world, group, cell, options):
@@ -560,7 +557,7 @@ def refused(rank, world, group, cell, options):
 @pytest.mark.parametrize(
     ("cell", "options", "message"),
     [
-        ({"dense_steps": 3}, {}, "dense_steps counts optimizer steps; local updates have dense_rounds"),
+        ({"dense_steps": 3}, {}, "local updates send the outcome of rounds, and have no dense_steps"),
         ({}, {"H": 0}, "DiLoCo: sync_every: give a number of steps from 1 on, or a schedule from step 0 on"),
         ({}, {"H": {3: 1}}, "sync_every: give a number of steps from 1 on"),
         ({}, {"outer_lr": 0.0}, "outer: lr must be greater than 0, got 0.0"),

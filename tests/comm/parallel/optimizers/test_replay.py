@@ -56,10 +56,7 @@ class Replayed(Simulated):
         if not in_step(step, self.H):
             return
         gradients = [{ROWS: total / len(self.steps)} for total in self.sums]
-        if self.rounds < self.dense_rounds:
-            mean = sum((mine[ROWS] for mine in gradients), torch.zeros(())) / self.world
-        else:
-            mean = self.its_protocol.reduce(self.algorithm, "all_reduce", gradients)[ROWS]
+        mean = self.its_protocol.reduce(self.algorithm, "all_reduce", gradients)[ROWS]
         others = [name for name in self.shapes if name != ROWS]
         self.receive(others, self.means(others), 0.0)
         self.rounds += 1
@@ -87,7 +84,7 @@ CASES = [
     ("none", {"algorithm": "exchange"}, {"H": 3, "outer_lr": 0.7, "outer_momentum": 0.6, "embeddings": INT4}),
     ("onebit", ONEBIT, {"H": 3, **LONE, "inner": "muon", "embeddings": INT4}),
     ("onebit", ONEBIT, {"H": 2, **LONE, "inner": "sgd", "embeddings": {"method": "onebit", "block": 4}}),
-    ("onebit", ONEBIT, {"H": 2, "outer_lr": 0.7, "outer_momentum": 0.9, "dense_rounds": 1, "embeddings": INT4}),
+    ("onebit", ONEBIT, {"H": 2, "outer_lr": 0.7, "outer_momentum": 0.9, "embeddings": INT4}),
     (
         "onebit",
         {**ONEBIT, "ef_decay": 0.9, "algorithm": "gather"},
@@ -110,7 +107,7 @@ def test_replay_is_its_protocol_in_one_process(world, case, strategy, size):
     assert not torch.equal(results[0][0][0][0][ROWS], results[1][0][0][0][ROWS]), "in a round each has its own"
     sent = sum(traffic["sent"] for _, traffic in results)
     assert [traffic.details["closed_form"] for _, traffic in results] == [traffic["sent"] for _, traffic in results]
-    assert sent == bytes_sent or options.get("dense_rounds")
+    assert sent == bytes_sent
     assert all(0 < traffic.details["embeddings"]["sent"] < traffic["sent"] for _, traffic in results)
     numel = sum(p.numel() for p in held().parameters() if p.requires_grad)
     assert {traffic.details["elements"] for _, traffic in results} == {STEPS * numel}, "raw counts every step"

@@ -291,7 +291,7 @@ def on_link(row: Result, source: Result, results: Iterable[Result]) -> dict[str,
     """The fields of a row whose perplexity is that of another run: that run's steps, timed by this experiment.
 
     Dense steps take the mean step time of the baseline on the same link, the others this run's. Seconds are unknown
-    without that baseline, and where the other steps do not all cost the same (``dense_rounds``).
+    without that baseline.
 
     Args:
         row: A run that was timed.
@@ -319,12 +319,11 @@ def duration(steps: float, run: Result, step: float | None, dense_step: float | 
 
     Args:
         steps: Their number.
-        run: The run; it gives how many steps are dense, and whether the later ones all cost the same.
+        run: The run; it gives how many steps are dense.
         step: The time of a step after the dense ones.
         dense_step: The time of a dense step: the baseline's.
     """
-    config = run.compress_config or {}
-    dense = min(steps, config.get("dense_steps", 0))
-    if step is None or (dense and dense_step is None) or "dense_rounds" in config:
+    dense = min(steps, (run.compress_config or {}).get("dense_steps", 0))
+    if step is None or (dense and dense_step is None):
         return None
     return dense * (dense_step or 0.0) + (steps - dense) * step

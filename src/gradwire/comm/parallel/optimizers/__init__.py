@@ -60,8 +60,7 @@ def build(
     if name not in LOCAL:
         options.pop("steps", None)
         return optimizer_class(groups, model, reducer=reducer, **options)  # type: ignore[no-any-return]
-    rounds: dict[str, Any] = {option: options.pop(option) for option in ("dense_rounds", "steps") if option in options}
-    rounds |= {"sync_every": options.pop("H")}
+    rounds: dict[str, Any] = {"sync_every": options.pop("H"), "steps": options.pop("steps", None)}
     rounds |= {"outer": {"lr": options.pop("outer_lr"), "momentum": options.pop("outer_momentum")}}
     if (streaming := options.pop("streaming", None)) is not None:
         rounds |= dict(checked(Streaming, streaming, "streaming"))

@@ -166,9 +166,9 @@ class Communicating(Optimizer):
         return True
 
     @property
-    @abstractmethod
     def dense_steps(self) -> int:
         """Number of first steps in which everything travels as float32."""
+        return 0
 
     def kind(self, step: int) -> str:
         """The kind of an optimizer step after the dense ones, counted from 0: steps of a kind communicate alike."""

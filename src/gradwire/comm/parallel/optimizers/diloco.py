@@ -21,7 +21,7 @@ import inspect
 import math
 from bisect import bisect_right
 from collections.abc import ItemsView, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -35,7 +35,7 @@ from gradwire.base.strict import checked, checked_arguments
 from gradwire.comm.collectives import Layout, Reducer, state
 from gradwire.comm.collectives.islands import QuorumReducer
 from gradwire.comm.collectives.queue import Handle
-from gradwire.comm.communication import Count, Interval, Natural, Outer
+from gradwire.comm.communication import Count, Interval, Outer
 from gradwire.comm.parallel.checks import described, parameters_of, shown
 from gradwire.comm.parallel.optimizers.base import LOCAL_STEP, AnyCompressor, Communicating, copy_tensors, duplicate
 from gradwire.comm.parallel.optimizers.quorum import Quorum, digest_of, prepare_group
@@ -62,7 +62,6 @@ class DiLoCo(Communicating):
         sync_every: Steps of a round, or a schedule, such as ``{0: 1, 100: 5}``.
         compressor: Encodes the pseudo-gradients.
         outer: The outer step, an `Outer` or a mapping of its fields.
-        dense_rounds: In the first so many rounds everything travels as float32.
         steps: Number of steps of the run; the last one ends a round. None: unknown.
         reducer: A reducer of your own instead of ``compressor`` and ``options``; used by this optimizer only.
         manager: A `torchft.Manager`, by which groups may be lost and may join; see `quorum`. The default process group
@@ -86,7 +85,6 @@ class DiLoCo(Communicating):
         sync_every: Interval,
         compressor: AnyCompressor = "none",
         outer: Outer | Mapping[str, Any] = OUTER,
-        dense_rounds: Natural = 0,
         steps: Count | None = None,
         reducer: InstanceOf[Reducer] | None = None,
         manager: Any = None,
@@ -94,10 +92,9 @@ class DiLoCo(Communicating):
     ) -> None:
         check_inner(optimizer, type(self).__name__)
         if options.get("dense_steps") if reducer is None else reducer.codec.options.dense_steps:
-            raise BadInput("dense_steps counts optimizer steps; local updates have dense_rounds.")
+            raise BadInput("local updates send the outcome of rounds, and have no dense_steps: omit it.")
         self.outer = checked(Outer, outer, "outer")
         self.rounds = Rounds(sync_every, steps)
-        self.dense_rounds = dense_rounds
         self.inner = optimizer
         self.__setstate__({})  # gives torch's optimizers their hooks
         if manager is not None and not self.regroups:
@@ -126,11 +123,6 @@ class DiLoCo(Communicating):
     def bind(self) -> None:
         """As `Communicating.bind`."""
         self.trained = {name: local(p) for name, p in self.parameters.items()}  # this rank's part of them
-
-    @property
-    def dense_steps(self) -> int:
-        """The steps of the dense rounds."""
-        return self.rounds.began(self.dense_rounds)
 
     def kind(self, step: int) -> str:
         """Whether a step ends a round."""
@@ -206,8 +198,7 @@ class DiLoCo(Communicating):
     def begin(self, layout: Layout) -> Handle:
         """Begin to average the pseudo-gradients of a layout's parameters."""
         deltas = {name: self.anchors[name] - self.trained[name] for name in layout.parameters}
-        with self.reducer.plain() if self.reducer.step < self.dense_steps else nullcontext():
-            return self.reducer.begin_all_reduce(layout.pack(deltas), layout)
+        return self.reducer.begin_all_reduce(layout.pack(deltas), layout)
 
     def cut(self, names: Iterable[str]) -> Layout:
         """Cut some parameters as the whole model's layout cuts them, so that residuals go with them."""
@@ -405,16 +396,6 @@ class Rounds:
             return True
         interval = bisect_right(self._starts, step) - 1
         return (step + 1 - self._starts[interval]) % self._lengths[interval] == 0
-
-    def began(self, number: int) -> int:
-        """The first optimizer step of round ``number``, counted from 0."""
-        ends = [*self._starts[1:], None]
-        for start, end, length in zip(self._starts, ends, self._lengths, strict=True):
-            rounds = None if end is None else -(-(end - start) // length)
-            if rounds is None or number < rounds:
-                return start + number * length
-            number -= rounds
-        raise AssertionError("the last interval has no end")
 
 
 def check_inner(optimizer: object, whose: str) -> None:

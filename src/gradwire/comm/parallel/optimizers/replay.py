@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -110,8 +109,7 @@ class ReplayDiLoCo(DiLoCo):
         super().send()
         layout, steps = self.layout_of_embeddings, len(self.rates)
         gradients = {name: total / steps for name, total in self.sums.items()}
-        with self.part.plain() if self.reducer.step < self.dense_steps else nullcontext():
-            mean = self.part.all_reduce(layout.pack(gradients), layout)
+        mean = self.part.all_reduce(layout.pack(gradients), layout)
         self.means = {name: torch.empty_like(total) for name, total in self.sums.items()}
         layout.unpack(mean, self.means)
 
