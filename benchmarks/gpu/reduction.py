@@ -68,7 +68,7 @@ def alone(world: World, label: str) -> Row:
         return 1e3 * host, 1e3 * (time.perf_counter() - began)
 
     turns = [once() for _ in range(2 + STEPS)][2:]
-    counts = reducer.codec.plan(layout, "scatter").whole.total
+    counts = reducer.codec.plan(layout, "scatter", world.rank).whole.sizes.total
     found: Row = {"host_ms": median(host for host, _ in turns), "ms": median(whole for _, whole in turns)}
     if DEVICE == "cuda":
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
