@@ -170,6 +170,23 @@ def test_bytes_that_are_unknown_are_refused(cell, reason):
         expected(cell, strategy="hsdp", islands=Islands(2))
 
 
+def test_a_round_between_islands_hides_only_what_goes_inside_them():
+    """The backward pass hides 0.3 of its 2/3 of a step, or what there is to hide: not the message of a round."""
+    cell = {"method": "int8", "algorithm": "exchange", "comm_optimizer": "diloco", "H": 5}
+    inside, gathered = 2 * 4 * NUMEL / 3, 2 * 4 * (22 + 2 * (NUMEL - 22)) / 3
+    for rate in (5e6, 5e9):
+        one = expected(cell, strategy="hsdp", world=6, islands=Islands(2, rate, 0.001))
+        within = inside * math.hypot(HOST, 8 * 2.1 / rate) + gathered * math.hypot(HOST, 8 * 1.4 / rate)
+        between = one.between * math.hypot(HOST, 8 * 1.5 * 3 / RATE) + (STARTUP + 2 * LATE) / 5
+        hidden = min(within, 0.3 * 2 / 3 * COMPUTED)
+        startups = 2 * STARTUP / 5 + 2 * 2 * 0.001
+        assert one.exposed.typical == pytest.approx(within - hidden + between + startups, rel=1e-12)
+        assert one.bytes == pytest.approx(one.between + inside + gathered, rel=1e-12)
+        assert one.between < inside / 30
+    flat = expected(cell)
+    assert flat.between == flat.bytes
+
+
 def test_a_number_of_parameters_becomes_matrices_of_a_usual_width():
     shapes = shapes_of_size(6_738_415_616)  # Llama 2, whose width is 4,096
     ((width, height),) = (shape for shape in shapes if len(shape) == 2)

@@ -83,10 +83,11 @@ def predict(**flags: Any) -> pd.DataFrame:
             ``world_size`` and ``bandwidth``; ``cells`` takes methods, and cells as JSON.
 
     Returns:
-        A frame with a row per method, fastest first: bytes that a rank sends per step, exposed communication and step
-        in milliseconds, how many times shorter the step is than with float32 and bf16, the bandwidth in bit/s below
-        which the method pays, each with ``_low`` and ``_high``; the share of the ceiling, bytes of residuals and
-        anchors, the perplexity of the nearest record, and the line to type. Usual methods that the strategy cannot do,
+        A frame with a row per method, fastest first: bytes that a rank sends per step, and those of them that leave an
+        island which holds the model in shards, exposed communication and step in milliseconds, how many times shorter
+        the step is than with float32 and bf16, the bandwidth in bit/s below which the method pays, each with ``_low``
+        and ``_high``; the share of the ceiling, bytes of residuals and anchors, the perplexity of the nearest record,
+        and the line to type. Usual methods that the strategy cannot do,
         or that the device has no rate of, are left out and named on stderr.
 
     Raises:

@@ -152,18 +152,27 @@ class Constants(NamedTuple):
     compute: float = 1.0
     in_turn: bool = False
 
+    def sending(self, op: str, nbytes: float, rate: Any) -> Any:
+        """Seconds in which bytes of a collective travel at a rate in bits per second."""
+        return nbytes * np.hypot(self.host, 8 * self.factor[op] / rate)
+
     def seconds(self, flow: Flow, place: Place, between: bool, rates: Any) -> Any:
         """Seconds per step of a flow without its startup, at ``rates`` (one or an array) in place of the place's."""
         total: Any = 0.0
         for leg in legs(flow, place, between, self.in_turn):
-            rate, wait = {
-                "between": (rates / leg.sharing, place.latency),
-                "inside": (place.islands.rate, place.islands.latency),
-                "ring": (np.minimum(rates, place.islands.rate), max(place.latency, place.islands.latency)),
-            }[leg.links]
-            total = total + leg.bytes * np.hypot(self.host, 8 * self.factor[flow.op] / rate)
-            total = total + wait * leg.messages / flow.interval
+            rate, wait = link_of(leg, place, rates)
+            total = total + self.sending(flow.op, leg.bytes, rate) + wait * leg.messages / flow.interval
         return total
+
+
+def link_of(leg: Leg, place: Place, rates: Any) -> tuple[Any, float]:
+    """Bits per second and latency of a leg's links, at ``rates`` in place of the place's."""
+    rate, wait = {
+        "between": (rates / leg.sharing, place.latency),
+        "inside": (place.islands.rate, place.islands.latency),
+        "ring": (np.minimum(rates, place.islands.rate), max(place.latency, place.islands.latency)),
+    }[leg.links]
+    return rate, wait
 
 
 def crossover(steps: Array, baseline: Array) -> float:

@@ -112,6 +112,11 @@ class Traffic(NamedTuple):
         """Bytes that it sends."""
         return sum(flow.bytes for flow in self.flows)
 
+    @property
+    def between(self) -> float:
+        """Bytes of them that leave an island which holds the model in shards; else all."""
+        return self.bytes if self.scattered is None else self.gradients.bytes
+
 
 class Expected(NamedTuple):
     """A cell's predicted step.
@@ -119,6 +124,7 @@ class Expected(NamedTuple):
     Attributes:
         cell: The cell.
         bytes: Bytes that a rank sends per step.
+        between: Bytes of them that leave an island which holds the model in shards; else all.
         step: Seconds of a step.
         exposed: Seconds of communication in it that computation does not hide.
         gains: How many times shorter it is than the step of each baseline.
@@ -128,6 +134,7 @@ class Expected(NamedTuple):
 
     cell: Cell
     bytes: float
+    between: float
     step: Range
     exposed: Range
     gains: Mapping[str, Range]
@@ -196,6 +203,7 @@ class Description:
             Expected(
                 cell,
                 traffic[cell.label].bytes,
+                traffic[cell.label].between,
                 Range.of(map(float, times[cell.label])),
                 Range.of(np.subtract(times[cell.label], rests[cell.label]).tolist()),
                 {base.label: Range.of(np.divide(times[base.label], times[cell.label]).tolist()) for base in baselines},
@@ -224,19 +232,23 @@ class Description:
         between = self.islands > 1
         startup = assumed.startup * len({flow.op for flow in traffic.flows}) / traffic.gradients.interval
         sending = [assumed.seconds(flow, self.place, between, rates) for flow in traffic.flows]
-        return np.maximum(startup + sum(sending) - self.hidden(cell, assumed.hidden), 0.0)
+        return np.maximum(startup + sum(sending) - self.hidden(cell, traffic, assumed), 0.0)
 
-    def hidden(self, cell: Cell, share: float) -> float:
+    def hidden(self, cell: Cell, traffic: Traffic, assumed: Constants) -> float:
         """Seconds of a step in which computation hides communication: a share of what runs meanwhile.
 
-        That is the backward pass for gradients that are averaged and for sharded parameters, the steps of its delay for
-        a fragment that streams, and nothing for what replicas send at the end of a step.
+        That is the backward pass for gradients that are averaged and for sharded parameters, inside islands too, the
+        steps of its delay for a fragment that streams, and nothing for what replicas send at the end of a round.
         """
-        compute = self.computed(cell.label)
-        if (streaming := cell.communication.streaming) is not None:
-            return share * streaming.delay * compute / steps_per_message(cell.flat())
-        overlaps = cell.communication.averages_gradients and cell.reduction.overlap
-        return (overlaps or self.strategy in SHARDING) * share * BACKWARD * compute
+        compute, steps = self.computed(cell.label), steps_per_message(cell.flat())
+        backward = assumed.hidden * BACKWARD * compute
+        if cell.communication.averages_gradients:
+            return (cell.reduction.overlap or self.strategy in SHARDING) * backward
+        inside = [
+            assumed.sending(flow.op, flow.bytes, self.place.islands.rate) for flow in traffic.flows if flow.inside
+        ]
+        streaming = cell.communication.streaming
+        return min(backward, sum(inside)) + (assumed.hidden * streaming.delay * compute / steps if streaming else 0.0)
 
     def traffic(self, cell: Cell) -> Traffic:
         """A cell's bytes by the closed forms, and the elements that its codec takes.

@@ -24,11 +24,12 @@ FAR = 10  # times another size
 WIDTH = 98  # of a line to type
 GAINS = ["method", "× none", "range", "× bf16", "N/(1+α)", "pays below", "range", "MB", "GB"]
 UNKNOWN = """\
-Ranges are between favourable and unfavourable constants of the backend. Not known: stragglers and
-lost machines; other traffic on a link; a latency counts once per collective and step, not per
-bucket or block. `MB`: of residuals, replicas and anchors on a rank, without the optimizer's
-moments. `N/(1+α)`: the speed-up over one rank, where α is the time of a step outside computation
-over that of computation. `GB`: peak memory on a rank, from the measured one."""
+Ranges are between favourable and unfavourable constants of the backend. Not known: stragglers
+and lost machines; other traffic on a link; a latency counts once per collective and step, not
+per bucket or block. `sent`: by a rank per step; `between`: what of it leaves its island. `MB`:
+of residuals, replicas and anchors on a rank, without the optimizer's moments. `N/(1+α)`: the
+speed-up over one rank, where α is the time of a step outside computation over that of
+computation. `GB`: peak memory on a rank, from the measured one."""
 
 
 class Evidence(NamedTuple):
@@ -107,6 +108,7 @@ def described(
     first += f"; with at most {TOLERANCE:g} % more perplexity in its nearest record: `{within[0]}`." if within else "."
     near = any(max(record.parameters / numel, numel / record.parameters) <= FAR for record in known.values())
     size = "" if near else f"\nNone of these records is within {FAR} times of this model's size."
+    sent = "between" if description.islands > 1 else "sent"
     steps, gains, records, lines = list[list[str]](), list[list[str]](), list[list[str]](), list[str]()
     for row in expected:
         label, none, below = row.cell.label, row.gains[BASELINE], row.below[BASELINE]
@@ -118,7 +120,7 @@ def described(
             pays, record = [MISSING, MISSING], MISSING
         share = description.computed(label) / row.step.typical
         against = [f"{none.typical:.3g}", ends(none, "{:.3g}"), f"{row.gains[BF16].typical:.3g}"]
-        steps.append([label, bytes_text(row.bytes), *ranged(row.exposed), *ranged(row.step), f"{100 * share:.0f} %"])
+        steps.append([label, bytes_text(row.between), *ranged(row.exposed), *ranged(row.step), f"{100 * share:.0f} %"])
         peak = [number(peaks.get(label), "{:.3f}")] if peaks else []
         speed_up = f"{description.place.world * share:,.3g}"
         gains.append([label, *against, speed_up, *pays, f"{row.memory / 1e6:,.0f}", *peak])
@@ -127,7 +129,7 @@ def described(
     parts = [
         f"Ceiling: the {duration(description.compute)} that a step computes. Codecs: {description.rates.device}.",
         fill(first, WIDTH),
-        markdown(steps, ["method", "sent", "exposed", "range", "step", "range", "ceiling"]),
+        markdown(steps, ["method", sent, "exposed", "range", "step", "range", "ceiling"]),
         markdown(gains, GAINS if peaks else GAINS[:-1]),
         UNKNOWN,
         markdown(records, ["method", "perplexity, nearest record"], left=(0, 1)),
@@ -202,7 +204,7 @@ def records_of(
     table = []
     for row in expected:
         names = {"strategy": description.strategy, "compressor": row.cell.label}
-        record: dict[str, Any] = {**names, "bytes": row.bytes}
+        record: dict[str, Any] = {**names, "bytes": row.bytes, "bytes_between": row.between}
         ranges = {
             "exposed_ms": row.exposed,
             "step_ms": row.step,
