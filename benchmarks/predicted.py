@@ -83,11 +83,15 @@ class Recorded(NamedTuple):
     step: float
     islands: int = 1
 
+    def described(self) -> tuple[Description, Cell]:
+        """What a prediction knows of it."""
+        place = Place(self.world, bits_per_second(self.link), 0.0, Islands(self.islands))
+        return Description(*TINY, self.compute, self.strategy, place, RATES), Cell.parse(self.label, self.cell)
+
     def expected(self) -> Range:
         """Seconds of the step as predicted."""
-        place = Place(self.world, bits_per_second(self.link), 0.0, Islands(self.islands))
-        description = Description(*TINY, self.compute, self.strategy, place, RATES)
-        (expected,) = description.expect([Cell.parse(self.label, self.cell)], [])
+        description, cell = self.described()
+        (expected,) = description.expect([cell], [])
         return expected.step
 
 
@@ -138,13 +142,17 @@ def of_fsdp() -> list[Recorded]:
     ]
 
 
+def recorded() -> list[Recorded]:
+    """All recorded cells."""
+    return [*of_overlap(), *of_records("time-to-loss"), *of_records("many-ranks-links"), *of_fsdp()]
+
+
 def main() -> None:
     """Print the errors of each source, the first places, and perhaps every cell."""
-    cells = [*of_overlap(), *of_records("time-to-loss"), *of_records("many-ranks-links"), *of_fsdp()]
     by_source: defaultdict[str, list[tuple[float, bool]]] = defaultdict(list)
     places: defaultdict[tuple[Any, ...], list[tuple[float, float]]] = defaultdict(list)
     lines = []
-    for cell in cells:
+    for cell in recorded():
         typical, low, high = cell.expected()
         error, inside = typical / cell.step - 1, low <= cell.step <= high
         file = cell.source.removesuffix(BEFORE)
