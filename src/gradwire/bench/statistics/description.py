@@ -216,16 +216,23 @@ class Description:
 
     def rest(self, cell: Cell, traffic: Traffic, assumed: Constants) -> float:
         """Seconds of a step without exposed communication."""
-        coding = 0.0
-        if cell.hooked:
-            rate = self.rates.of(cell.method, cell.options)
-            if rate is None:
-                raise BadInput(
-                    f"{self.rates.device} has no rate of {cell.method}: measure it, or leave out {cell.label}."
-                )
-            tensors = rate.tensor * sum(self.shapes.values()) / steps_per_message(cell.flat())
-            coding = traffic.encoded * rate.encode + tensors + traffic.decoded * rate.decode
-        return assumed.compute * self.computed(cell.label) + assumed.codecs * coding
+        return assumed.compute * self.computed(cell.label) + sum(self.coding(cell, traffic, assumed))
+
+    def coding(self, cell: Cell, traffic: Traffic, assumed: Constants) -> tuple[float, float]:
+        """Seconds of a step's encodings and decodings.
+
+        Raises:
+            BadInput: If the device has no rate of the method.
+        """
+        if not cell.hooked:
+            return 0.0, 0.0
+        rate = self.rates.of(cell.method, cell.options)
+        if rate is None:
+            raise BadInput(f"{self.rates.device} has no rate of {cell.method}: measure it, or leave out {cell.label}.")
+        tensors = rate.tensor * sum(self.shapes.values()) / steps_per_message(cell.flat())
+        return assumed.codecs * (
+            traffic.encoded * rate.encode + tensors
+        ), assumed.codecs * traffic.decoded * rate.decode
 
     def exposed(self, cell: Cell, traffic: Traffic, assumed: Constants, rates: Any) -> Any:
         """Seconds of a step's communication that computation does not hide, at rates of the links."""
