@@ -28,7 +28,7 @@ from gradwire.comm.reduction import ENCODINGS
 Events = Generator[Any, Any, None]
 
 FORWARD = 1 / 3  # of a step's computation
-MOST_PARTS = 16  # a model of more buckets or blocks is simulated in so many groups of them
+MOST_PARTS = 48  # a model of more buckets or blocks is simulated in so many groups of them
 NATIVE_BUCKETS = 2  # of DistributedDataParallel itself: the first is small
 CODEC, PASS = 0, 1  # who has the processor first
 
@@ -142,7 +142,8 @@ class Rank:
         each = self.env.now - began
         message = self.env.process(self.reduce(Part(1.0, 1)))
         yield self.env.timeout(0)
-        yield from self.use(self.processor, work.delay * each, PASS)
+        for part in work.parts:
+            yield from self.use(self.processor, work.delay * each * part.share, PASS)
         yield message
         yield self.env.timeout((work.interval - 1 - work.delay) * each)
 

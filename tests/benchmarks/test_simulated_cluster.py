@@ -101,6 +101,8 @@ def test_a_fragment_is_waited_for_after_its_delay():
     assert cluster.seconds_per_step(work) == pytest.approx((4 * 9 + 0.5 + (21.5 - 18) + 1) / 4, rel=1e-12)
     quick = work._replace(reduces=[Collective("between", 17.0, 0.5)])
     assert cluster.seconds_per_step(quick) == pytest.approx((4 * 9 + 0.5 + 1) / 4, rel=1e-12)
+    halves = work._replace(reduces=[Collective("between", 4.0, 0.0), Collective("between", 3.0, 0.0)])
+    assert cluster.seconds_per_step(halves) == pytest.approx((4 * 9 + 0.5 + 1) / 4, rel=1e-12), "decoded in between"
 
 
 @pytest.mark.parametrize(("steps", "within"), [(1, 0.004), (7, 0.004)])
