@@ -202,7 +202,7 @@ class Chain(Sparse):
         if pick_many is None or not segments.fixed:
             return super().encode_each(buffers)
         chosen, keep = pick_many(self.sparsifier, buffers)
-        inner = self._chosen(segments, 1)
+        inner = self._chosen(segments, 1, wire.numel())
         self.quantizer.encode_many(chosen, inner, wire, generators=generators, flags=bad)
         if residual is not None:
             sent = torch.empty_like(chosen)
@@ -216,13 +216,13 @@ class Chain(Sparse):
         if place_many is None or not segments.fixed:
             super().decode_each(wires, segments, out, onto)
             return
-        inner = self._chosen(segments, len(wires))
+        inner = self._chosen(segments, *wires.shape)
         values = torch.empty(inner.numel, dtype=torch.float32, device=wires.device)
         self.quantizer.decode_add(wires.view(-1), inner, values, onto="blank")
         place_many(self.sparsifier, wires, values, segments, out, onto)
 
-    def _chosen(self, segments: Segments, messages: int) -> Segments:
-        """The chosen values of all tensors of some messages, one after the other, and their encodings' positions."""
+    def _chosen(self, segments: Segments, messages: int, nbytes: int) -> Segments:
+        """The chosen values of all tensors of some messages of ``nbytes``, in order, and their encodings' positions."""
 
         def make() -> Segments:
             inner, start = [], 0
@@ -230,12 +230,12 @@ class Chain(Sparse):
                 for segment in segments:
                     head, kept = self.sparsifier.head_bytes(segment.form), self.sparsifier.kept(segment.form)
                     assert head is not None and kept is not None and segment.size is not None  # segments are fixed
-                    at = message * (segments.nbytes or 0) + segment.at + head
+                    at = message * nbytes + segment.at + head
                     inner.append(Segment(start, (kept,), at, segment.size - head))
                     start += kept
             return Segments(inner)
 
-        return segments.derive(("chosen", self, messages), make)
+        return segments.derive(("chosen", self, messages, nbytes), make)
 
 
 class Chunked(Sparsifier):
