@@ -15,9 +15,20 @@ from dataclasses import dataclass, replace
 from functools import cache, wraps
 from pathlib import Path
 from types import UnionType
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Literal,
+    ParamSpec,
+    TypeVar,
+    Union,
+    dataclass_transform,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, ValidationError, create_model
 from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, core_schema
 
@@ -57,6 +68,7 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
+@dataclass_transform(kw_only_default=True, field_specifiers=(Field,))
 class Direct(ModelMetaclass):
     """Metaclass of models that a user's program builds: a wrong argument is one `BadInput` there too."""
 
