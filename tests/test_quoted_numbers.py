@@ -1,30 +1,35 @@
-"""Each number of README's comparison and of docs/findings.md is that of a record or of a table of benchmarks/.
+"""Each number of README's comparison, docs/findings.md and docs/explanation/scale.md is that of a record or a table.
 
-`readme`, `quality`, `links` and `sharded` list the pages' phrases. A phrase has a placeholder for each of its numbers,
-and a source for each placeholder: `perplexity` and `field` read records, `cell` a table. Every phrase with its numbers
-must be in the page, and apart from the phrases the page has no number. `NAMES` are digits that measure nothing.
+`readme`, `quality`, `links`, `sharded` and `scale` list the pages' phrases. A phrase has a placeholder for each of its
+numbers, and a source for each placeholder: `perplexity` and `field` read records, `cell` a table, and `scale` what the
+simulated cluster assumes and writes. Every phrase with its numbers must be in the page, and apart from the phrases the
+page has no number. `NAMES` are digits that measure nothing.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from functools import cache
 from math import exp, log
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from typing import Any, NamedTuple
 
 import pytest
 from scipy.stats import spearmanr
 
+from gradwire.bench.statistics.description import CELLS
 from gradwire.bench.statistics.seeds import TOLERANCE
 
 ROOT = Path(__file__).parents[1]
 NAMES = re.compile(
     r"GPT-2|FSDP2|float32|bf16|int8|x86-64|1-bit Adam|[48][ -]bits?|4-bit|8 and 4 bits|perplexity of 40"
     r"|\d+ [MG]bit/s|5th step|`beta2` of 0\.999"
+    r"|7 billion|arXiv:[\d.]+, 2025|table 4|H[12]00"
 )
 NUMBER = re.compile(r"\d[\d.,]*|\b(one|two|three|four|five) seeds?\b")
 WORDS = ("no seeds", "one seed", "two seeds", "three seeds", "four seeds")
@@ -376,6 +381,66 @@ def sharded() -> list[Quote]:
     ]
 
 
+def scale() -> list[Quote]:
+    """The simulated cluster: what its file has, and what it assumes."""
+    pytest.importorskip("simpy")
+    sys.path.append(str(ROOT / "benchmarks"))
+    here = importlib.import_module("scale")
+    made = json.loads((ROOT / "benchmarks/scale.json").read_text(encoding="utf-8"))
+    ratios = sorted(
+        made["needed"][number][place] / float(row[level])
+        for number, row in enumerate(here.PUBLISHED)
+        for place, level in enumerate(here.LEVELS)
+    )
+    off = [abs(run["simulated"] / run["recorded"] - 1) for run in made["losses"].values()]
+    late = [100 * (made["stragglers"][steps] - 1) for steps in ("1", "30")]
+
+    def errors(source: str) -> Quote:
+        (cells, *simulated), (_, *predicted) = (made["errors"][source][kind] for kind in ("simulated", "predicted"))
+        percent = [100 * error for error in (*simulated, *predicted)]
+        return quote(f"| {source} | {{}} | {{:.0f}} %, {{:.0f}} % | {{:.0f}} %, {{:.0f}} % |", cells, *percent)
+
+    def goodputs(place: str) -> list[float]:
+        kinds = ("rounds", "checkpoints")
+        return [100 * made["goodput"][f"{kind}: {place}"][here.HOURS.index(100)] for kind in kinds]
+
+    return [
+        *(errors(source) for source in made["errors"]),
+        quote("end within {:.0f} % of their recorded time", 100 * max(off)),
+        quote("is within {:.0f} % of the fastest", 100 * (here.CLOSE - 1)),
+        quote("is (at most {} steps in a round)", max(CELLS[label]["H"] for label in here.ROUNDS)),
+        quote("of {:,} machines the slowest takes {:.0f} % longer", here.RANKS[-1], late[0]),
+        quote("and {:.0f} % over {} steps", late[1], 30),
+        quote(
+            "between {:.1f} and {:.1f} times theirs, {:.2f} times in the median",
+            *ratios[:: len(ratios) - 1],
+            median(ratios),
+        ),
+        quote("in {} hours, {} machines", 100, here.PLACES["512 machines, 10 Gbit/s"][0]),
+        quote(
+            "keep {:.0f} % of their computation in rounds, and {:.0f} % from checkpoints",
+            *goodputs("512 machines, 10 Gbit/s"),
+        ),
+        quote(
+            "{} sites keep {:.0f} and {:.0f} %",
+            here.PLACES["64 sites, 500 Mbit/s"][0],
+            *goodputs("64 sites, 500 Mbit/s"),
+        ),
+        quote(
+            "{:.0f} GB takes {:.0f} minutes",
+            here.STATE * here.SEVEN.numel / 1e9,
+            8 * here.STATE * here.SEVEN.numel / 500e6 / 60,
+        ),
+        quote("An H100 at {:.0f} % of its bf16 peak computes {:,} tokens", 100 * here.FLOPS / 989e12, here.TOKENS),
+        quote("latency of {:.0f} ms, faster ones {:.0f} µs", 1e3 * here.SITE, 1e6 * here.RACK),
+        quote("has {} Tbit/s and {:.0f} µs", here.NVLINK.removesuffix("tbit"), 1e6 * here.INSIDE),
+        quote("with a spread of {:.0f} %", 100 * here.SIGMA),
+        quote("noticed after {:.0f} s and is back after {:.0f} minutes", here.HEARTBEAT, here.AWAY / 60),
+        quote("A checkpoint takes {:.0f} s", here.CHECKPOINT),
+        quote("a state has {} bytes per parameter", here.STATE),
+    ]
+
+
 # The pages
 
 COMPARISON = re.compile(r"^\| method .*?(?=^## )", re.MULTILINE | re.DOTALL)  # of README
@@ -396,21 +461,20 @@ def strays(text: str, quotes: Sequence[Quote]) -> list[str]:
     return [*lacking, *(rest[max(0, number.start() - 40) : number.end() + 20] for number in NUMBER.finditer(rest))]
 
 
-def pages() -> dict[str, tuple[str, list[Quote]]]:
-    comparison = COMPARISON.search((ROOT / "README.md").read_text(encoding="utf-8"))
-    assert comparison, "README.md has no table of methods"
-    return {
-        "README.md": (comparison[0], readme()),
-        "docs/findings.md": (
-            (ROOT / "docs/findings.md").read_text(encoding="utf-8"),
-            [*quality(), *links(), *sharded()],
-        ),
-    }
+PAGES = {
+    "README.md": readme,
+    "docs/findings.md": lambda: [*quality(), *links(), *sharded()],
+    "docs/explanation/scale.md": scale,
+}
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/findings.md"])
+@pytest.mark.parametrize("page", PAGES)
 def test_every_number_is_that_of_a_record_or_a_table(page):
-    text, quotes = pages()[page]
+    text, quotes = (ROOT / page).read_text(encoding="utf-8"), PAGES[page]()
+    if page == "README.md":
+        comparison = COMPARISON.search(text)
+        assert comparison, "README.md has no table of methods"
+        text = comparison[0]
     assert [each.phrase for each in quotes if re.search(r"\d", NAMES.sub("", re.sub(r"{.*?}", "", each.phrase)))] == []
     assert strays(plain(text), quotes) == []
 
