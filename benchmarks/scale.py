@@ -126,7 +126,7 @@ def to_take(setup: Setup) -> Iterator[list[tuple[str, float] | None]]:
     for world in RANKS:
         machines = world // setup.ranks
         options = checked(Options, {"world_size": world, "bandwidth": "1gbit", "strategy": "hsdp"}, "predict")
-        cells = [cell for cell in cells_of(options, CELLS) if cell.label in EVERY + ROUNDS]
+        cells = [cell for cell in cells_of(options, CELLS)[0] if cell.label in EVERY + ROUNDS]
         sent = [setup.described(world, FAST).traffic(cell) for cell in cells if machines > 1]
         row: list[tuple[str, float] | None] = []
         for here in (setup.described(world, bandwidth) for bandwidth in BANDWIDTHS if sent):
