@@ -33,7 +33,7 @@ else:
     sys.exit()
 
 dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
-reducer = Reducer("none")  # whose encoding compiles nothing
+reducer = Reducer("none")
 for step in range(4):
     if step == 2:
         cores = sorted(os.sched_getaffinity(0))

@@ -17,7 +17,7 @@ from gradwire.bench.codecs import bench
 from gradwire.bench.codecs import cases as bench_cases
 from gradwire.bench.codecs.cases import CHAINS, VARIANTS, Case, cases
 from gradwire.comm.compressors import available, build
-from gradwire.comm.compressors.methods.none import Uncompressed
+from gradwire.comm.compressors.methods.terngrad import TernGrad
 
 CPU, SHORT = torch.device("cpu"), 1e-4
 
@@ -126,7 +126,7 @@ def test_cuda_without_cuda_is_refused(capsys):
     assert "sees no CUDA device here" in capsys.readouterr().err
 
 
-class Broken(Uncompressed):
+class Broken(TernGrad):
     """A method that fails."""
 
     def to_wire(self, x, generator):

@@ -28,6 +28,7 @@ from gradwire.comm.collectives.algorithms import ALGORITHMS, Algorithm, Ranks
 from gradwire.comm.collectives.codec import Codec
 from gradwire.comm.collectives.layout import Kind, Layout
 from gradwire.comm.collectives.meter import METER, Meter, Tally, Traffic
+from gradwire.comm.collectives.plan import FLOAT32
 from gradwire.comm.collectives.queue import Handle, ReductionQueue, Task, build_queue, connect
 from gradwire.comm.collectives.world import check_initialized
 from gradwire.comm.compressors import as_compressor
@@ -259,11 +260,11 @@ class Reducer:
 
     @property
     def compressors(self) -> set[Compressor]:
-        """All that it encodes with, in any step, and its parts; residuals are kept by one too."""
+        """All that it encodes with, in any step, and its parts: exempt parameters in float32, residuals by one too."""
         codecs = [reducer.codec for reducer in (self, *self.parts.values())]
         stores = {codec.options.feedback for codec in codecs} - {None, "float32"}
         methods = {method for codec in codecs for method in codec.schedule.plateaus}
-        return methods | {as_compressor(store) for store in stores if store is not None}
+        return {FLOAT32} | methods | {as_compressor(store) for store in stores if store is not None}
 
     @property
     def loss_scale(self) -> float:
