@@ -205,6 +205,8 @@ STATES = {
         for rate in (1000, 200, 50, 20, 10)
         for row in made_results.rows(LABELS, ["ddp"], [(2, "100mbit")], (0, 1))
     ],
+    "one long group": made_results.rows([f"method-{i}" for i in range(20)], ["ddp"], [(2, "none")])
+    + made_results.rows(["none", "int8"], ["fsdp2"], [(2, "none")]),
     "one seed": made_results.rows(["none", "int8"], ["ddp"], [(2, "none")], [0]),
     "one rank": made_results.rows(["none", "int8"], ["ddp"], [(1, "none")]),
     "failed": [row.model_copy(update={"status": "failed", "reason": "x " * 200}) for row in made_results.rows()],
@@ -219,6 +221,8 @@ def test_the_terminal_s_screen_has_80_columns_and_24_lines(name):
     assert any("verdict" in line for line in lines) == (name != "one rank"), "a table without lines is left out"
     if name == "many links":
         assert "10mbit" in next(line for line in lines if "verdict" in line), "the slowest link is the last to go"
+    if name == "one long group":
+        assert len(lines) >= 23, "the lines that a short group leaves are the long one's"
 
 
 def test_the_question_is_the_experiment_s_or_one_of_what_it_compares(tmp_path):

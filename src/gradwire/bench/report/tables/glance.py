@@ -281,8 +281,9 @@ def screen(results: Results, height: int) -> str:
     """The table for a terminal: a heading for each strategy and world size, and as many links and lines as fit."""
     made, of_links = lines(results), links(results)
     groups = [(key, of.to_dict("records")) for key, of in made.groupby(METHOD[:2], sort=False)]
-    fits = len(made) + len(groups) < height
-    most = len(made) if fits else max((height - 1) // len(groups) - 2, 1)
+    sizes = [len(of) for _, of in groups]
+    fitting = [m for m in range(1, len(made) + 1) if sum(1 + min(n, m) + (n > m) for n in sizes) < height]
+    most = max(fitting, default=1)
     while True:
         steps = over_links([replace(STEP, form="{:,.0f}")], of_links, "{link}")
         columns = [SHORT_BYTES, SHORT_PERPLEXITY, *steps, VERDICT]
