@@ -9,6 +9,7 @@ import math
 from itertools import product
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from diagonals import chosen, diagonals, swept
@@ -18,6 +19,8 @@ from gradwire.base.errors import BadInput, NonFiniteGradient, RunFault
 from gradwire.comm.collectives import Exempt, Layout, Reducer
 from gradwire.comm.compressors import build
 from gradwire.comm.parallel import accumulation, clip_grad_norm, named_parameters, optimizers, wrap
+from gradwire.comm.parallel.optimizers.adam import OneBitAdam
+from gradwire.comm.parallel.optimizers.muon import Muon
 from gradwire.comm.parallel.verify import first_difference
 
 REPLICAS = ("naive", "bucket", "ddp")
@@ -321,6 +324,24 @@ def refused(rank, world, group, name, strategy, dense_steps, options):
 def test_bad_input_is_one_message(world, name, strategy, dense_steps, options, expected):
     [message] = world(1).run(refused, name, strategy, dense_steps, options)
     assert expected in message
+
+
+NUMBERS = {"lr": 0.25, "betas": [0.5, 0.75], "eps": 0.0625, "weight_decay": 0.125}
+
+
+def taken_as(rank, world, group, kind):
+    """What two optimizers take of numbers of a type."""
+    given = {name: [*map(kind, value)] if name == "betas" else kind(value) for name, value in NUMBERS.items()}
+    model = nn.Sequential(nn.ModuleList([nn.Linear(3, 5)]))
+    onebit = OneBitAdam(model.parameters(), model, dense_steps=1, **given)
+    muon = Muon(model.parameters(), model, **given)
+    return [{name: group[name] for name in NUMBERS} for group in (*onebit.param_groups, *muon.param_groups)]
+
+
+def test_numbers_may_be_of_another_library(world):
+    [taken] = world(1).run(taken_as, np.float32)
+    assert taken == [{**NUMBERS, "betas": tuple(NUMBERS["betas"])}] * 3
+    assert {type(beta) for rates in taken for beta in rates["betas"]} == {float}, "torch refuses others"
 
 
 def without_a_gradient(rank, world, group):

@@ -92,8 +92,7 @@ class OneBitAdam(Communicating, AdamW):
                 f"{type(self).__name__} freezes the variance after dense_steps steps; dense_steps must be at least 1."
             )
         rates: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        check_rates(type(self).__name__, rates)
-        super().__init__(params, **rates)
+        super().__init__(params, **check_rates(type(self).__name__, rates))
         self._check_groups(self.param_groups)
         self.attach(model, compressor, reducer, options)
         self.max_norm = math.inf if max_norm is None else max_norm

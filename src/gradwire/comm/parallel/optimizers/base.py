@@ -510,14 +510,15 @@ class Rates(Strict, strict=True):
     weight_decay: Annotated[float, NOT_NEGATIVE] = 0.0
 
 
-def check_rates(whose: str, given: Mapping[str, Any]) -> None:
-    """Check AdamW's numbers among some options; torch takes a rate that is a tensor.
+def check_rates(whose: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options with AdamW's numbers among them as Python's, such as those of numpy; torch takes a tensor as rate.
 
     Raises:
         BadInput: If one is out of range or no number.
     """
-    numbers = {name: value for name, value in given.items() if name in Rates.model_fields}
-    checked(Rates, {name: value for name, value in numbers.items() if not isinstance(value, Tensor)}, whose)
+    numbers = {name: given[name] for name in Rates.model_fields if name in given}
+    numbers = {name: value for name, value in numbers.items() if not isinstance(value, Tensor)}
+    return {**given, **checked(Rates, numbers, whose).model_dump(exclude_unset=True)}
 
 
 def copy_tensors(state: Mapping[Tensor, dict[str, Any]]) -> None:

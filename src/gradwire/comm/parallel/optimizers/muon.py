@@ -48,7 +48,7 @@ class Muon(AdamW):
 
     @checked_arguments
     def __init__(self, params: Iterable[Any], model: InstanceOf[nn.Module], **adamw: Any) -> None:
-        check_rates(type(self).__name__, adamw)
+        adamw = check_rates(type(self).__name__, adamw)
         matrices = {p for block in blocks(model) for p in block.parameters() if p.ndim == 2 and p.requires_grad}
         groups = [*params]
         groups = groups if groups and isinstance(groups[0], dict) else [{"params": groups}]
