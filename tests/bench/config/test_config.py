@@ -351,7 +351,6 @@ OTHERWISE = {
     ("norms", "strategy"): "ddp",
     ("norms", "batch_size"): 16,  # what fits into memory, no matter of training
     ("perplexity", "batch_size"): 32,
-    ("predict", "device"): "cpu",  # whose codecs are timed
     ("predict", "strategy"): "ddp",  # of a described model, which is none of an experiment
     ("predict", "vocab_size"): 32_000,
     ("run", "profile"): "default",  # Snakemake's, not whether steps are profiled

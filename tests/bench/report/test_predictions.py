@@ -78,7 +78,7 @@ def test_computation_is_a_step_of_the_same_optimizer_on_the_fastest_link():
     ]
     rows.append(row("fsdp2", "none", "none", step_time_ms_p50=7.0))
     runs = Experiment(as_read(rows, PerplexityReference.of("these", rows)), "ddp")
-    assert runs.flags == {"parameters": PARAMETERS, "step_ms": 62.0, "strategy": "ddp"}
+    assert runs.flags == {"parameters": PARAMETERS, "step_ms": 62.0, "strategy": "ddp", "device": "cpu"}
     assert runs.own == pytest.approx({"none": 0.062, "exchange": 0.071, "int8": 0.071})
     assert (
         fastest([row.model_copy(update={"world_size": of}) for row, of in zip(rows[:3], (2, 4, 2), strict=True)]) == 64
@@ -192,6 +192,36 @@ def test_anchors_are_divided_as_parameters_are(tmp_path, device, capsys):
     assert "hsdp" not in said.out
 
 
+def test_a_named_cell_is_predicted_for_the_strategies_that_ran_it(tmp_path, device, capsys):
+    rows = [row("ddp", "none", "none"), row("ddp", "int8", "none"), row("fsdp2", "none", "none")]
+    config = {"method": "int8", "param_compress": "int8"}
+    rows.append(row("fsdp2", "int8", "none", compress_config=config).model_copy(update={"compressor": "small"}))
+    words = [*write_rows(tmp_path / "links", rows), *ASKED.split(), *device, "--json", "--cells"]
+
+    def predicted(*cells):
+        assert main([*words, *cells]) == 0
+        return sorted((one["strategy"], one["compressor"]) for one in json.loads(capsys.readouterr().out))
+
+    assert predicted("small") == [("fsdp2", "small")]
+    both = [("ddp", "int8"), ("ddp", "powersgd"), ("fsdp2", "powersgd"), ("fsdp2", "small")]
+    assert predicted("small", "int8", "powersgd") == both, "a method that none has run is for all"
+
+
+def test_codecs_are_those_of_the_runs_device(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    words = [*write_rows(tmp_path / "links", changed(device="cuda")), *ASKED.split(), "--cells", "none"]
+    assert main(words) == 0
+    assert "Codecs: NVIDIA H200, recorded" in capsys.readouterr().out
+
+
+SHARDED_WITHOUT_BASELINE = [*experiment(("ddp",)), row("fsdp2", "int8", "none")]
+
+
+def changed(**fields):
+    """Rows of an experiment, changed."""
+    return [one.model_copy(update=fields) for one in experiment(("ddp",))]
+
+
 @pytest.mark.parametrize(
     ("rows", "words", "message"),
     [
@@ -204,11 +234,17 @@ def test_anchors_are_divided_as_parameters_are(tmp_path, device, capsys):
         (experiment(("ddp",)), "fast --world_size 4", "invalid rate 'fast'"),
         (experiment(("ddp",)), "1gbit --world_size 4 --latency soon", "invalid time 'soon'"),
         (experiment(("ddp",)), "1gbit --world_size 1", "for 2 to 4096 ranks"),
+        (SHARDED_WITHOUT_BASELINE, "1gbit --world_size 4", "no finished run of `none` under fsdp2"),
+        (changed(world_size=1), "1gbit --world_size 4", "no finished run of several ranks"),
+        (changed(status="failed"), "1gbit --world_size 4", "no finished run of several ranks"),
+        ([*changed(), *changed(device="cuda")], "1gbit --world_size 4", "runs under ddp were on cpu and cuda"),
+        ([islands_row("none", "between-1gbit")], "1gbit --world_size 4", "strategy hsdp has islands of several ranks"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_predicted_is_bad_input(tmp_path, capsys, rows, words, message):
+def test_what_cannot_be_predicted_is_bad_input(tmp_path, device, capsys, rows, words, message):
     given = write_rows(tmp_path / "links", rows or [])
     if rows is None:
         (tmp_path / "links/results.jsonl").unlink()
-    assert main([*given, "--bandwidth", *words.split()]) == 2
-    assert message in capsys.readouterr().err
+    assert main([*given, "--bandwidth", *words.split(), *device]) == 2
+    said = capsys.readouterr()
+    assert message in said.err and said.err.count("\n") == 1 and not said.out

@@ -49,8 +49,10 @@ class Options(Strict):
         None, description="milliseconds of its float32 step where communication costs nothing, as on one machine"
     )
     strategy: Literal["ddp", "fsdp2", "hsdp"] = Field("ddp", description="how it is replicated or sharded")
-    device: str = Field(
-        "cpu", description="whose codecs: cpu or cuda, timed here once (no GPU: an H200's record); or a file of rates"
+    device: str | None = Field(
+        None,
+        description="whose codecs: cpu or cuda, timed here once (no GPU: an H200's record), or a file of rates; "
+        "default: that of the runs, cpu for a description",
     )
     cells: tuple[str, ...] = Field((), description="methods, or cells as JSON, in place of the usual ones")
     world_size: Annotated[int, RANKS] = Field(description=f"ranks, 2 to {MOST}")
@@ -119,22 +121,29 @@ def from_results(options: Options, folder: Path, place: Place) -> None:
     results = Results.read(folder)
     for note in results.notes:
         print(f"gradwire predict: {note}", file=sys.stderr)
-    records: list[dict[str, Any]] = []
-    for strategy in dict.fromkeys(row.strategy for row in results.ok if row.world_size > 1):
-        if strategy == "hsdp" and options.islands == 1:
-            print("gradwire predict: left out hsdp: it has islands: add --islands N.", file=sys.stderr)
-            continue
-        runs = Experiment(results, strategy)
-        table, description = expected(options.model_copy(update=runs.flags), place, runs.cells, runs.own)
-        measured = runs.qualities()
-        if options.as_json:
-            records += records_of(table, description, qualities(table, description, measured))
-            continue
-        print_described(table, description, options, f" as {path} describes it", measured, runs.memory(place))
-        soonest = "".join(f"{line}\n" for line in runs.soonest(table))
-        print(f"\n{soonest}\n{runs.errors(description)}\n")
+    ran = dict.fromkeys(row.strategy for row in results.ok if row.world_size > 1)
+    if not ran:
+        raise BadInput(f"{path} has no finished run of several ranks: there is nothing to predict from.")
+    if len(ran) > 1 and "hsdp" in ran and options.islands == 1:
+        print("gradwire predict: left out hsdp: it has islands: add --islands N.", file=sys.stderr)
+        del ran["hsdp"]
+    given = {"device": options.device} if options.device else {}
+    models = [(runs, runs.flags | given) for runs in (Experiment(results, strategy) for strategy in ran)]
+    labels = {label for runs, _ in models for label in runs.cells}
+    predicted = []
+    for runs, flags in models:
+        named = tuple(word for word in options.cells if word in runs.cells or word not in labels)
+        if named or not options.cells:
+            model = options.model_copy(update=flags | {"cells": named})
+            predicted.append((runs, *expected(model, place, runs.cells, runs.own)))
     if options.as_json:
-        print(json.dumps(records, indent=2))
+        tables = [records_of(table, of, qualities(table, of, runs.qualities())) for runs, table, of in predicted]
+        print(json.dumps([record for table in tables for record in table], indent=2))
+        return
+    for runs, table, description in predicted:
+        print_described(table, description, options, f" as {path} describes it", runs.qualities(), runs.memory(place))
+        paragraphs = "\n".join(runs.soonest(table)), runs.errors(description)
+        print("", *(f"{text}\n" for text in paragraphs if text), sep="\n")
 
 
 def print_described(
@@ -189,7 +198,8 @@ def expected(
     shapes, outside = shapes_of(options)
     chosen, unfit = cells_of(options, cells or CELLS)
     baselines = [Cell.parse(label, CELLS[label]) for label in (BASELINE, BF16)]
-    rates = rates_of(options.device, [(cell.method, cell.options) for cell in (*chosen, *baselines) if cell.hooked])
+    codecs = [(cell.method, cell.options) for cell in (*chosen, *baselines) if cell.hooked]
+    rates = rates_of(options.device or "cpu", codecs)
     known = [cell for cell in chosen if options.cells or not cell.hooked or rates.of(cell.method, cell.options)]
     if unfit:
         print(f"gradwire predict: left out {', '.join(unfit)}: not for strategy {options.strategy}.", file=sys.stderr)

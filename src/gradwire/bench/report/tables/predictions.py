@@ -49,13 +49,18 @@ class Experiment:
         """The flags that describe the model.
 
         Raises:
-            BadInput: If no run of the baseline has a result.
+            BadInput: If no run of the baseline has a result, or the runs had several kinds of devices.
         """
+        path = self.results.results_dir / "results.jsonl"
         base = [row for row in self.rows if row.compressor == BASELINE and row.parameters]
         if not base:
-            path = self.results.results_dir / "results.jsonl"
             raise BadInput(f"{path}: no finished run of `{BASELINE}` under {self.strategy} has a step and parameters.")
-        return {"parameters": base[0].parameters, "step_ms": fastest(base), "strategy": self.strategy}
+        device, *others = dict.fromkeys(row.device for row in self.rows)
+        if others:
+            kinds = " and ".join(map(str, (device, *others)))
+            raise BadInput(f"{path}: runs under {self.strategy} were on {kinds}: predict from those of one.")
+        described = {"parameters": base[0].parameters, "step_ms": fastest(base), "strategy": self.strategy}
+        return described | {"device": device}
 
     @property
     def own(self) -> dict[str, float]:
