@@ -383,7 +383,6 @@ def sharded() -> list[Quote]:
 
 def scale() -> list[Quote]:
     """The simulated cluster: what its file has, and what it assumes."""
-    pytest.importorskip("simpy")
     sys.path.append(str(ROOT / "benchmarks"))
     here = importlib.import_module("scale")
     made = json.loads((ROOT / "benchmarks/scale.json").read_text(encoding="utf-8"))

@@ -15,8 +15,6 @@ from gradwire.bench.config import Cell
 from gradwire.bench.statistics.cost_model import Islands, Place
 from gradwire.bench.statistics.description import Constants, Description
 
-pytest.importorskip("simpy", reason="`make lock` has it among what tests need")
-
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 sys.path.append(str(FOLDER))
 cluster = importlib.import_module("simulated_cluster")
