@@ -119,3 +119,15 @@ def test_denormal_blocks_keep_their_scale_normal_and_zero_blocks_are_zero(name):
     half = torch.maximum(x.double().abs() * form.relative_error, torch.tensor(FLOAT32.tiny * form.step / 2))
     assert ((decoded - x).double().abs() <= half + math.ldexp(1, -150)).all()
     assert torch.equal(decoded[10:20], torch.zeros(10)) and torch.equal(decoded[30:], torch.zeros(10))
+
+
+@every_format
+def test_a_block_that_is_not_finite_is_nan_and_no_other(name):
+    compressor = build("fp8", format=name, block=10)
+    for value in (math.nan, math.inf, -math.inf):
+        x = torch.linspace(-3, 4, 30)
+        x[13] = value
+        wire = compressor.encode(x, flag=torch.zeros(1, dtype=torch.uint8))
+        for decoded in (compressor.decode(wire, 30), compressor.from_wire(compressor.to_wire(x, None), (30,))):
+            assert decoded[10:20].isnan().all()
+            assert decoded[:10].isfinite().all() and decoded[20:].isfinite().all()
