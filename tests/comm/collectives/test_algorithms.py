@@ -120,17 +120,23 @@ def poisoned_once(rank, world, group, options):
 
 
 @pytest.mark.parametrize(
-    "options", [*({"residual_dtype": dtype} for dtype in ("float32", "bf16", "int8")), {"ef_average": 0.5}], ids=str
+    "options",
+    [
+        *({"residual_dtype": dtype} for dtype in ("float32", "bf16", "int8")),
+        {"ef_average": 0.5},
+        {"ef_average": 0.5, "granularity": "row"},
+    ],
+    ids=str,
 )
 def test_a_residual_is_dropped_where_the_gradient_was_not_finite(turns, options):
+    together = [shard for shard in Layout.dim0(SHAPES, 2).rows[0] if "granularity" in options or shard.start == 0]
     results = turns(2).run(poisoned_once, options)
     assert [result[0] for result in results] == [[True, False, True]] * 2
     assert all(result[1].isfinite().all() for result in results)
-    assert [result[2] for result in results] == [1, 0]
+    assert [result[2] for result in results] == [len(together), 0]
     for rank, (*_, residuals) in enumerate(results):
-        assert {key for key, kept in residuals.items() if not kept} == (
-            {("matrix", "scatter", 0)} if rank == 0 else set()
-        )
+        dropped = {(shard.name, "scatter", shard.at) for shard in together if shard.numel > 1 and rank == 0}
+        assert {key for key, kept in residuals.items() if not kept} == dropped
 
 
 @pytest.mark.parametrize(
@@ -353,6 +359,43 @@ def test_parameters_that_are_reduced_at_once_have_the_means_of_each_alone(turns,
     assert any(dropped for _, _, (dropped, _), _ in results) == feedback
     at_once, one_by_one = (sum(result[-1][way] for result in results) for way in (0, 1))
     assert 0 < at_once <= one_by_one  # which pads the rows of each parameter
+
+
+def in_changing_buffers(rank, world, group, name, options):
+    """Means and residuals of parameters that share other buffers from step to step, and that each have one."""
+    groupings = [[LAYERS], [LAYERS[:3], LAYERS[3:]], [LAYERS], [LAYERS[:1], LAYERS[1:5], LAYERS[5:]], [LAYERS]]
+    layouts = {tuple(shapes): Layout.packed(shapes, world) for grouping in groupings for shapes in grouping}
+    layouts |= {(named,): Layout.packed([named], world) for named in LAYERS}
+    results = []
+    for buffers in (groupings, [[[named] for named in LAYERS]] * len(groupings)):
+        reducer, means = Reducer(build(name), group, error_feedback=True, **options), []
+        for step, grouping in enumerate(buffers):
+            given, mean = layer_gradients(rank, step, LAYERS), {}
+            for shapes in grouping:
+                layout = layouts[tuple(shapes)]
+                flat = reducer.all_reduce(layout.pack(given), layout)
+                mean |= {(shard.name, shard.at): flat[shard.place] for shard in layout.shards}
+            reducer.finish()
+            means.append(mean)
+        results.append((means, {key: kept.residual for key, kept in reducer.codec.feedbacks.items()}))
+    return results
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("int8", {"algorithm": "exchange"}),
+        ("topk+int8", {"algorithm": "gather", "residual_dtype": "bf16"}),
+        ("fp16", {"algorithm": "native", "ef_average": 0.5}),
+    ],
+    ids=str,
+)
+def test_residuals_follow_parameters_into_other_buffers(turns, name, options):
+    for (means, residuals), (expected, of_each) in turns(2).run(in_changing_buffers, name, options):
+        for mean, alone in zip(means, expected, strict=True):
+            assert mean.keys() == alone.keys() and all(torch.equal(mean[key], alone[key]) for key in mean)
+        assert residuals.keys() == of_each.keys() and any(residual.any() for residual in residuals.values())
+        assert all(torch.equal(residual, of_each[key]) for key, residual in residuals.items())
 
 
 @pytest.mark.parametrize(

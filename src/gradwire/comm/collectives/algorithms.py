@@ -21,7 +21,7 @@ from torch import Tensor
 from gradwire.comm.closed_forms import FLOAT32_BYTES, rank_bytes, share, total_bytes
 from gradwire.comm.collectives import ops
 from gradwire.comm.collectives.codec import Codec, Feedback, counted, is_exact
-from gradwire.comm.collectives.layout import Kind, Layout, Run, Shard
+from gradwire.comm.collectives.layout import Kind, Layout, Run, Shard, whole
 from gradwire.comm.collectives.meter import Meter
 from gradwire.comm.collectives.plan import FLOAT32, Plan, Sizes
 from gradwire.comm.collectives.queue import Request, Task
@@ -350,7 +350,7 @@ class Native(Algorithm):
     def _closed(self, layout: Layout, kind: Kind) -> tuple[int, int]:
         """Return the bytes that are all-reduced, and those that a rank sends to each of the others."""
         step = self.codec.method_step
-        costs = tuple(self.codec.of(whole, "scatter").round_cost(whole.form, step) for whole in layout.wholes)
+        costs = tuple(self.codec.of(alone, "scatter").round_cost(alone.form, step) for alone in layout.wholes)
         rows = self._plan(layout).derive(("closed", kind, costs), lambda: self._row_bytes(layout, kind, costs))
         gathered = sum(cost.gathered for cost in costs)
         summed = sum(cost.summed for cost in costs)
@@ -526,11 +526,6 @@ def stacked(states: Sequence[State]) -> State:
     """Stack the states of several parameters, which have the same keys."""
     keys = states[0] if states else ()
     return {key: torch.stack([state[key] for state in states]) for key in keys}
-
-
-def whole(shards: tuple[Shard, ...]) -> Shard:
-    """Join a parameter's shards into one."""
-    return shards[0]._replace(numel=sum(shard.numel for shard in shards), at=0)
 
 
 def gather_rows(

@@ -229,10 +229,8 @@ class Layout:
 
     @cached_property
     def wholes(self) -> tuple[Shard, ...]:
-        """Each parameter as one shard, in the order of `parameters`; only its form and its numbers of elements hold."""
-        return tuple(
-            shards[0]._replace(numel=sum(shard.numel for shard in shards), at=0) for shards in self.parameters.values()
-        )
+        """Each parameter as one shard, in the order of `parameters`."""
+        return tuple(map(whole, self.parameters.values()))
 
     def place_in_row(self, shard: Shard) -> slice:
         """Return a shard's position in its row."""
@@ -321,6 +319,11 @@ class Layout:
             start += part.nbytes
         storage = first.untyped_storage()
         return first.as_strided((self.numel,), (1,)) if start <= storage.data_ptr() + storage.nbytes() else None
+
+
+def whole(shards: Sequence[Shard]) -> Shard:
+    """Join a parameter's shards into one, of which only the form and the number of elements hold."""
+    return shards[0]._replace(numel=sum(shard.numel for shard in shards), at=0)
 
 
 def in_row(shards: Sequence[Shard], row_numel: int | None = None) -> tuple[Shard, ...]:
