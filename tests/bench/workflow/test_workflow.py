@@ -8,6 +8,7 @@ Of `workflow/dry_run.py`.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shutil
@@ -15,11 +16,12 @@ from collections.abc import Iterator
 
 import pytest
 from jobs import job_table
+from snakemake_interface_logger_plugins.common import LogEvent
 from snakemakes import SMALL, Checkout
 
 from gradwire.bench.config import Run
 from gradwire.bench.launch.links import probe
-from gradwire.bench.workflow.dry_run import trainings
+from gradwire.bench.workflow.dry_run import ShortDryRun, trainings
 
 TOO_LARGE = 4000  # ranks: more than the corpus has samples, so that this run fails before any rank starts
 
@@ -104,6 +106,26 @@ def test_trainings_of_a_dry_run_share_a_line_where_their_seeds_are_the_same():
     ]
     many = [Run("ddp", f"a-label-of-{n}-letters", 2, "none", 0) for n in range(10, 30)]
     assert max(map(len, trainings(many).splitlines())) <= 104 and trainings(many).count("a-label-of-") == 20
+
+
+def test_a_dry_run_leaves_out_jobs_alone():
+    """Errors and warnings stay, whatever event they come with."""
+    wildcards = {"strategy": "ddp", "compressor": "int8", "world_size": "3", "link": "none", "seed": "1", "islands": ""}
+    dry_run = ShortDryRun()
+
+    def printed(message, event=None, **more):
+        record = logging.LogRecord("snakemake", logging.INFO, "", 0, message, (), None)
+        vars(record).update(event=event and LogEvent(event), **more)
+        return [record.getMessage()] if dry_run.filter(record) else []
+
+    assert printed("Job stats:\ntrain 1", "run_info") == ["Job stats:\ntrain 1"]
+    for rule, of_rule in ("train", wildcards), ("all", {}):
+        assert printed("a job", "job_info", rule_name=rule, wildcards=of_rule) == []
+    for event in (None, *(event for event in LogEvent if event not in ("run_info", "job_info"))):
+        assert printed("an error", event) == ["an error"], event
+    assert printed("Job stats:\ntrain 1", "run_info") == ["Trainings:\n    ddp, W = 3, seed 1: int8\n"]
+    reasons = printed("Reasons:\n    (check individual jobs above for details)\n    forced:\n        train")
+    assert reasons == ["Reasons:\n    forced:\n        train"]
 
 
 @pytest.mark.full
