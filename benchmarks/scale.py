@@ -22,13 +22,12 @@ from matplotlib.patches import Patch, Rectangle
 from simulated_cluster import Machines, seconds_per_step, slowest, work_of
 
 from gradwire.base.files import write_text
-from gradwire.base.strict import checked
 from gradwire.base.units import bits_per_second, rate_text
 from gradwire.bench.codecs.rates import RECORDED, read
 from gradwire.bench.config import Cell
 from gradwire.bench.report.page.render import svg
 from gradwire.bench.report.page.style import BOTTOM, PAPER, TOP, WIDTH, Chart, axes, logarithmic, looks, styled
-from gradwire.bench.report.predict import NVLINK, Options, cells_of
+from gradwire.bench.report.predict import NVLINK
 from gradwire.bench.statistics import description
 from gradwire.bench.statistics.cost_model import NO_ISLANDS, Islands, Place
 from gradwire.bench.statistics.description import BACKENDS, CELLS, Constants, Description, shapes_of_size
@@ -77,19 +76,14 @@ SETUPS = {
 # Against recorded runs
 
 
-def errors() -> dict[str, dict[str, list[float]]]:
-    """Relative errors of simulated and predicted steps by source: their number, median and largest."""
-    sizes: defaultdict[str, defaultdict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+def errors() -> dict[str, list[float]]:
+    """Relative errors of simulated steps by source: their number, median and largest."""
+    sizes: defaultdict[str, list[float]] = defaultdict(list)
     for run in predicted.recorded():
-        work = work_of(*run.described(), BACKENDS["cpu"][0])
-        steps = {"simulated": seconds_per_step(work), "predicted": run.expected().typical}
+        step = seconds_per_step(work_of(*run.described(), BACKENDS["cpu"][0]))
         for source in (run.source.removesuffix(predicted.BEFORE), "all"):
-            for kind, step in steps.items():
-                sizes[source][kind].append(abs(step / run.step - 1))
-    return {
-        source: {kind: [len(each), median(each), max(each)] for kind, each in kinds.items()}
-        for source, kinds in sizes.items()
-    }
+            sizes[source].append(abs(step / run.step - 1))
+    return {source: [len(each), median(each), max(each)] for source, each in sizes.items()}
 
 
 GROUPS, HEARTBEAT = 4, 5.0  # of the runs of elastic.jsonl; seconds of their lighthouse
@@ -125,8 +119,7 @@ def to_take(setup: Setup) -> Iterator[list[tuple[str, float] | None]]:
     """
     for world in RANKS:
         machines = world // setup.ranks
-        options = checked(Options, {"world_size": world, "bandwidth": "1gbit", "strategy": "hsdp"}, "predict")
-        cells = [cell for cell in cells_of(options, CELLS)[0] if cell.label in EVERY + ROUNDS]
+        cells = [Cell.parse(label, CELLS[label]) for label in EVERY + ROUNDS]
         sent = [setup.described(world, FAST).traffic(cell) for cell in cells if machines > 1]
         row: list[tuple[str, float] | None] = []
         for here in (setup.described(world, bandwidth) for bandwidth in BANDWIDTHS if sent):
@@ -264,8 +257,7 @@ def lines(labels: Sequence[str], x: Sequence[float], curves: Mapping[str, Sequen
 
 def main() -> None:
     """Simulate, write the file and the figures, and print the errors."""
-    text = json.dumps(simulated())
-    made = json.loads(text, parse_float=lambda number: float(f"{float(number):.4g}"))
+    made = json.loads(json.dumps(simulated()), parse_float=lambda number: float(f"{float(number):.4g}"))
     write_text(FOLDER / "scale.json", json.dumps(made) + "\n")
     two = "10 B parameters, 0.8 s per step, two workers", "Gbit/s", "compute utilisation, %"
     week = "7 B parameters, a week", "hours between the losses of a machine", "goodput, %"

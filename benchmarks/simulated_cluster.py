@@ -65,7 +65,6 @@ class Work(NamedTuple):
         scatters: Those of gradients inside islands.
         interval: Steps of a reduction.
         delay: Steps in which a reduction runs in the background; 0 if ranks wait for it.
-        overlap: Whether a bucket is reduced while the backward pass goes on.
     """
 
     parts: Sequence[Part]
@@ -77,7 +76,6 @@ class Work(NamedTuple):
     scatters: Sequence[Collective] = ()
     interval: float = 1
     delay: int = 0
-    overlap: bool = True
 
 
 class Rank:
@@ -125,11 +123,9 @@ class Rank:
                 if following:
                     arrival = self.env.process(self.send(gathers, following))
                 yield from self.use(self.processor, slow * share * work.compute * part.share, PASS)
-                if backward and work.overlap:
+                if backward:
                     settling.append(self.env.process(self.settle(part, averages)))
                     yield self.env.timeout(0)  # it encodes first
-        for part in () if work.overlap else work.parts:
-            yield from self.settle(part, averages)
         yield self.env.all_of(settling)
 
     def period(self, slow: float) -> Events:
@@ -161,11 +157,9 @@ def slowest(quantile: float, machines: int, steps: float, sigma: float) -> float
     A sum of log-normals is taken for one with its mean and variance (Fenton, "The sum of log-normal probability
     distributions in scatter transmission systems", 1960): exact for one step.
     """
-    if not sigma:
-        return 1.0
     variance = math.log1p(math.expm1(sigma**2) / steps)
-    normal = NormalDist((sigma**2 - variance) / 2, math.sqrt(variance))
-    return math.exp(normal.inv_cdf(quantile ** (1 / machines)))
+    deviations = NormalDist().inv_cdf(quantile ** (1 / machines))
+    return math.exp((sigma**2 - variance) / 2 + math.sqrt(variance) * deviations)
 
 
 def work_of(description: Description, cell: Cell, constants: Constants, traffic: Traffic | None = None) -> Work:
@@ -195,9 +189,8 @@ def work_of(description: Description, cell: Cell, constants: Constants, traffic:
         each = tuple(leg._replace(sending=leg.sending / passes) for leg in route(traffic.parameters))
         before = (each, each if passes == 2 else ())
     streaming = cell.communication.streaming
-    sharded = description.strategy in SHARDING
     return Work(
-        parts_of((*description.shapes.items(),), sharded, cell.hooked, description.outside),
+        parts_of((*description.shapes.items(),), description.strategy in SHARDING, cell.hooked, description.outside),
         constants.compute * description.computed(cell.label),
         encode * interval,
         decode * interval,
@@ -206,7 +199,6 @@ def work_of(description: Description, cell: Cell, constants: Constants, traffic:
         () if traffic.scattered is None else route(traffic.scattered),
         interval,
         streaming.delay if streaming else 0,
-        cell.reduction.overlap,
     )
 
 

@@ -395,9 +395,8 @@ def scale() -> list[Quote]:
     late = [100 * (made["stragglers"][steps] - 1) for steps in ("1", "30")]
 
     def errors(source: str) -> Quote:
-        (cells, *simulated), (_, *predicted) = (made["errors"][source][kind] for kind in ("simulated", "predicted"))
-        percent = [100 * error for error in (*simulated, *predicted)]
-        return quote(f"| {source} | {{}} | {{:.0f}} %, {{:.0f}} % | {{:.0f}} %, {{:.0f}} % |", cells, *percent)
+        cells, *simulated = made["errors"][source]
+        return quote(f"| {source} | {{}} | {{:.0f}} % | {{:.0f}} % |", cells, *(100 * error for error in simulated))
 
     def goodputs(place: str) -> list[float]:
         kinds = ("rounds", "checkpoints")

@@ -57,6 +57,13 @@ def sending(op, nbytes, messages):
     return STARTUP + nbytes * math.hypot(HOST, 8 * FACTORS[op] / RATE) + messages * LATE
 
 
+def test_computation_hides_what_travels_and_no_call():
+    """A link so fast that all bytes arrive during the backward pass: the calls of the exchange are left."""
+    described = replace(described_as(), compute=1.0, place=Place(4, 1e12, 0.0, Islands()))
+    (one,) = described.expect([Cell.parse("cell", {"method": "int8", "algorithm": "exchange"})], [])
+    assert one.exposed.typical == pytest.approx(STARTUP, rel=1e-12)
+
+
 def test_an_exchange_by_hand():
     """Rows of 8, 8, 8 and 6 by 7 elements; vectors of 3, 3, 3 and 2: a byte each, and a scale of 4 bytes per shard."""
     one = expected({"method": "int8", "algorithm": "exchange"})

@@ -135,7 +135,7 @@ class Constants(NamedTuple):
     """A set of assumptions about a backend and its machines: parameters of the law, and what a step makes of it.
 
     Attributes:
-        startup: Seconds of a step's collectives of one kind: calls, and waiting for other ranks.
+        startup: Seconds of a step's collectives of one kind: calls, and waiting for other ranks; nothing hides them.
         host: Seconds per byte that a rank sends, whatever the link.
         factor: How often a byte takes its time on a link, by collective.
         hidden: Share of the backward pass that hides communication.

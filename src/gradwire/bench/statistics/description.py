@@ -239,7 +239,7 @@ class Description:
         between = self.islands > 1
         startup = assumed.startup * len({flow.op for flow in traffic.flows}) / traffic.gradients.interval
         sending = [assumed.seconds(flow, self.place, between, rates) for flow in traffic.flows]
-        return np.maximum(startup + sum(sending) - self.hidden(cell, traffic, assumed), 0.0)
+        return startup + np.maximum(sum(sending) - self.hidden(cell, traffic, assumed), 0.0)
 
     def hidden(self, cell: Cell, traffic: Traffic, assumed: Constants) -> float:
         """Seconds of a step in which computation hides communication: a share of what runs meanwhile.
