@@ -18,6 +18,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.collections import PathCollection
+from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 from matplotlib.transforms import Bbox
@@ -146,9 +148,10 @@ def test_a_point_has_a_dot_for_each_seed_and_says_their_number():
     plot = drawing()
     of_label = {text.partition(":")[0]: text for text in plot.tips.values()}
     assert all("n = 3" in text for text in of_label.values()) and of_label.keys() == {"none", "int8"}
-    dots = [dots.get_offsets().tolist() for dots in plot.figure.axes[0].collections if len(dots.get_offsets()) == 3]
-    runs = data.runs.groupby("compressor")[["step_time_ms_mean", "worse_percent"]]
-    assert dots == [pytest.approx(seeds.to_numpy()) for _, seeds in runs]
+    (dots,) = (each for each in plot.figure.axes[0].collections if isinstance(each, PathCollection))
+    assert np.asarray(dots.get_offsets()) == pytest.approx(data.runs[["step_time_ms_mean", "worse_percent"]].to_numpy())
+    colours = [looks(["none", "int8"])[label].colour for label in data.runs["compressor"]]
+    assert [to_hex(colour) for colour in dots.get_facecolors()] == colours and len(set(colours)) == 2
 
 
 def test_a_point_without_room_for_its_name_is_in_the_legend():

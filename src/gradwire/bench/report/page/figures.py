@@ -76,18 +76,16 @@ def draw_quality(cost: str, group: Group, cells: pd.DataFrame, runs: pd.DataFram
         low, high = (low * high) ** 0.5 / NARROW**0.5, (low * high) ** 0.5 * NARROW**0.5
     room = (high / low) ** 0.12 if low > 0 else 1.0
     ax.set_xlim(low / room, high * room) if low > 0 else ax.margins(x=0.12)
-    for compressor, seeds in runs.groupby("compressor"):
-        colour = looks[str(compressor)].colour
-        ax.scatter(seeds[column], seeds["worse_percent"], s=12, color=colour, alpha=0.7, lw=0)
-    spreads = zip(
-        cells.to_dict("records"), of_estimates(cells, "worse_percent"), of_estimates(cells, column), strict=True
-    )
+    dots, colours = ([looks[name].colour for name in of["compressor"]] for of in (runs, cells))
+    ax.scatter(runs[column], runs["worse_percent"], s=12, color=dots, alpha=0.7, lw=0)
+    heights = cells["worse_percent"].clip(upper=highest)
+    ax.vlines(cells[column], cells["worse_percent_low"], cells["worse_percent_high"], colours, lw=1)
+    ax.hlines(heights, cells[f"{column}_low"], cells[f"{column}_high"], colours, lw=1)
     points = {}
-    for cell, worse, spent in spreads:
+    for cell, worse, x, y in zip(
+        cells.to_dict("records"), of_estimates(cells, "worse_percent"), cells[column], heights, strict=True
+    ):
         name, look = cell["compressor"], looks[cell["compressor"]]
-        x, y = spent.mean, min(worse.mean, highest)
-        ax.vlines(x, worse.low, worse.high, look.colour, lw=1)  # nothing without a spread
-        ax.hlines(y, spent.low, spent.high, look.colour, lw=1)
         above = bool(worse.mean > highest)
         (point,) = ax.plot(x, y, color=look.colour, marker="^" if above else look.marker, ls="none", clip_on=False)
         number = f"{worse.mean:+.1f} %{spread_text(worse, '{:+.1f}')}"

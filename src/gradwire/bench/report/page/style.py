@@ -85,7 +85,7 @@ class Plot(NamedTuple):
     tips: dict[str, str]
 
 
-Drawing = Callable[[], Plot]  # draws a figure when called, so that all cores can be used
+Drawing = Callable[[], Plot]  # draws a figure when called
 
 
 def looks(labels: Iterable[str]) -> dict[str, Look]:
