@@ -8,16 +8,13 @@ islands as they run on any link, and ignore which ranks share a cable.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
-from gradwire.base.errors import BadInput, unknown
+from gradwire.base.errors import BadInput
 from gradwire.base.plugins import Plugins
 from gradwire.base.units import UNSHAPED, bits_per_second
 
 STRATEGIES = Plugins("strategy", "gradwire.comm.parallel.strategies", "gradwire.strategies")
 BETWEEN = "between-"  # prefix of a link with one cable per island
-CLASSES = ("inside", "between")
 SHARDING = ("fsdp1", "fsdp2", "hsdp")  # strategies whose ranks hold a part of the model
 
 
@@ -93,20 +90,3 @@ def link_rate(link: str) -> float:
         f"unknown class of links {named!r} in {link!r}. Did you mean '{BETWEEN}{rate}', of each island? {rate} is "
         "of each rank; inside islands there is no limit."
     )
-
-
-def link_of_classes(classes: Mapping[str, Any]) -> str:
-    """Return the name of a link by class: ``between-100mbit`` for ``{"inside": "none", "between": "100mbit"}``.
-
-    Raises:
-        BadInput: If a class is unknown or missing, the one inside islands is limited, or the one between them is not.
-    """
-    for given in classes:
-        if given not in CLASSES:
-            raise unknown("class of links", str(given), CLASSES)
-    inside, between = (classes.get(name, UNSHAPED) for name in CLASSES)
-    if inside != UNSHAPED:
-        raise BadInput(f"inside: {inside}: ranks of an island share its interface, so that `inside` must be none.")
-    if between == UNSHAPED:
-        raise BadInput("a link by class needs a rate `between` islands, such as {inside: none, between: 100mbit}.")
-    return f"{BETWEEN}{between}"

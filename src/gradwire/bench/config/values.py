@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from gradwire.base.errors import BadInput
 from gradwire.base.flags import COUNT, NATURAL, RANKS, SEED
 from gradwire.base.strict import Matching, Strict
 from gradwire.base.units import UNSHAPED, amount
-from gradwire.comm.topology import BETWEEN, STRATEGIES, link_of_classes, link_rate
+from gradwire.comm.topology import BETWEEN, STRATEGIES, link_rate
 from gradwire.lm.models import presets
 
 SCHEMA_VERSION = 1  # of record.json and results.jsonl
@@ -24,9 +23,7 @@ NAME = Matching(
 )
 Name = Annotated[str, Field(max_length=100), NAME]  # becomes a folder
 RATE = r"\d+(\.\d+)?[kmgt]?bit"  # as tc spells it
-LINK_RATE = Matching(RATE, "a rate such as 100mbit")
 LINK = Matching(rf"({UNSHAPED}|({BETWEEN})?{RATE})", "a rate such as 100mbit, or none, or between-100mbit for islands")
-LinkName = Annotated[str, LINK]
 Count = Annotated[int, COUNT]
 Natural = Annotated[int, NATURAL]
 Seed = Annotated[int, SEED]
@@ -37,11 +34,6 @@ def _strategy(name: str) -> str:
     """Check a strategy's name."""
     STRATEGIES.check(name)
     return name
-
-
-def _link(given: Any) -> Any:
-    """The name of a link that is given by class, such as ``{inside: none, between: 100mbit}``."""
-    return link_of_classes(given) if isinstance(given, Mapping) else given
 
 
 def _rate(link: str) -> str:
@@ -61,17 +53,8 @@ def _known_model(model: str | dict[str, Any]) -> str | dict[str, Any]:
 
 
 Strategy = Annotated[str, AfterValidator(_strategy)]
+Link = Annotated[str, LINK, AfterValidator(_rate)]
 ModelOption = Annotated[str | dict[str, Any], AfterValidator(_known_model)]
-
-
-class LinkClasses(Strict):
-    """A link by class."""
-
-    inside: Literal["none"] = Field("none", description="between ranks of an island, which share an interface")
-    between: Annotated[str, LINK_RATE] = Field(description="rate of the cable of each island")
-
-
-Link = Annotated[LinkName, AfterValidator(_rate), BeforeValidator(_link, json_schema_input_type=LinkName | LinkClasses)]
 
 
 class Training(Strict):
