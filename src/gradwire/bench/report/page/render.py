@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,10 +50,13 @@ def write(data: Data, made: Sequence[Section]) -> int:
         for each in (table, *(table for section in made for table in section.tables)):
             each.save(folder)
     first = None if data.first is None else data.figure(data.first[1], data.first[0])
-    with atomic_folder(data.results_dir / "figures") as folder:
-        drawn = [
-            [draw(plot, folder) for plot in plots] for plots in ([first] if first else [], *(of.plots for of in made))
-        ]
+    shown = [[first] if first else [], *(section.plots for section in made)]
+    workers = max(1, min(len(os.sched_getaffinity(0)), sum(map(len, shown))))
+    with (
+        atomic_folder(data.results_dir / "figures") as folder,
+        ProcessPoolExecutor(workers, get_context("fork")) as pool,  # figures are most of a page's time
+    ):
+        drawn = [list(figures) for figures in [pool.map(partial(draw, folder=folder), plots) for plots in shown]]
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES),
         autoescape=True,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import matplotlib as mpl
@@ -85,7 +86,7 @@ class Plot(NamedTuple):
     tips: dict[str, str]
 
 
-Drawing = Callable[[], Plot]  # draws a figure when called
+Drawing = Callable[[], Plot]  # draws a figure when called; can be pickled, so that all cores draw
 
 
 def looks(labels: Iterable[str]) -> dict[str, Look]:
@@ -229,13 +230,14 @@ def logarithmic(ax: Axes, which: Literal["x", "y"]) -> None:
 
 def timed(drawing: Drawing, shared: bool) -> Drawing:
     """A drawing of times; they are marked if other runs may have used the machine."""
+    return partial(marked, drawing) if shared else drawing
 
-    def marked() -> Plot:
-        plot = drawing()
-        plot.figure.text(0.99, 0.995, "times shared", ha="right", va="top", fontsize=SMALL, color=MUTED)
-        return plot._replace(alt=f"{plot.alt} Times are shared with other runs.")
 
-    return marked if shared else drawing
+def marked(drawing: Drawing) -> Plot:
+    """Draw, and say on the figure that its times are shared."""
+    plot = drawing()
+    plot.figure.text(0.99, 0.995, "times shared", ha="right", va="top", fontsize=SMALL, color=MUTED)
+    return plot._replace(alt=f"{plot.alt} Times are shared with other runs.")
 
 
 def group_title(strategy: str, world: int | None = None, link: str | None = None) -> str:
