@@ -123,7 +123,7 @@ class Streaming(Strict, strict=True, metaclass=Direct):
     fragments: Count = Field(description="number of fragments; one is in flight at a time")
     delay: Natural = Field(default=1, description="steps from sending a fragment to receiving it")
     alpha: float = Field(
-        default=0.5, ge=0, lt=1, description="part of the own parameters in the mixture with the received ones"
+        default=0.5, ge=0, lt=1, description="weight of a rank's own parameters in the mixture with the received ones"
     )
 
 
@@ -188,7 +188,7 @@ def check_communication(communication: Communication, method: str, reduction: Re
     if communication.embeddings is not None:
         as_compressor(communication.embeddings)
         if communication.streaming is not None:
-            raise BadInput("embeddings are replayed at the end of a round, and streaming has none: omit one of them.")
+            raise BadInput("embeddings are replayed at the end of a round, which streaming lacks: omit one of them.")
     if name in LOCAL and dense_steps:
         raise BadInput(f"comm_optimizer {name} sends the outcome of rounds, and has no dense_steps: omit it.")
     if not PRESETS[name].warms_up:

@@ -70,14 +70,14 @@ def has_step_hooks(optimizer: Optimizer) -> bool:
 
 # Why the caller, not gradients and learning rates of 0: a rank may have those in a training too, and others would wait.
 def allocating() -> bool:
-    """Whether an optimizer's step is none of a training: `torch.distributed.checkpoint` allocates its state by one."""
+    """Whether this step is not part of training: `torch.distributed.checkpoint` takes one to allocate state."""
     from torch.distributed.checkpoint.state_dict import _init_optim_state
 
     return called_by(_init_optim_state)
 
 
 def infers_shapes() -> bool:
-    """Whether a forward pass is none of a training: a stage of a pipeline infers shapes by one, of arbitrary values."""
+    """Whether this forward pass is not part of training: a pipeline stage takes one to infer shapes."""
     if (loaded := sys.modules.get("torch.distributed.pipelining.stage")) is None:
         return False
     stage = getattr(loaded, "PipelineStage", None)
@@ -195,7 +195,7 @@ def join_runs(model: DistributedDataParallel) -> bool:
 
 
 def has_comm_hook(model: DistributedDataParallel) -> bool:
-    """Whether a communication hook is registered; a copy of a model names those of the model in vain."""
+    """Whether a communication hook is registered; that of a copied model has no effect."""
     return model._get_ddp_logging_data().get("comm_hook") is not None
 
 

@@ -1,4 +1,4 @@
-"""Error feedback loses nothing: what is not sent now is sent later, and what storing loses is known."""
+"""Error feedback (codec.py) loses nothing: what is not sent now is sent later, and what storing loses is known."""
 
 from __future__ import annotations
 

@@ -179,7 +179,7 @@ def is_exact(compressor: Compressor, form: tuple[int, ...]) -> bool:
 
 
 def counted(compressor: Compressor, form: tuple[int, ...], wire: Tensor | None = None) -> Counter[str]:
-    """Count the elements of a tensor: those given, those sent as float32 all the same, and those chosen."""
+    """Count the elements of a tensor: all, those that fell back to float32, and those that a sparsifier chose."""
     counts = Counter[str]()
     if compressor is FLOAT32:
         return counts

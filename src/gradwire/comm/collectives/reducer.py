@@ -225,7 +225,7 @@ class Reducer:
     def prepare(self, kind: Kind, numel: int, device: torch.device | None = None) -> None:
         """Resolve ``auto``, once, connect the ranks and compile kernels; else the first reduction does so.
 
-        Ranks that then begin with different ones of several reducers, as in threads, would wait for each other.
+        If ranks then start different reducers first, as with threads, they deadlock.
 
         Args:
             kind: The collective that the strategy needs.
@@ -242,8 +242,8 @@ class Reducer:
     def join(self, name: str, part: Reducer) -> None:
         """Attach a reducer over another process group; `finish` of this reducer finishes it too.
 
-        What it meets is part of what this reducer's `finish` agrees on, its traffic part of this one's, also by itself
-        under ``name``, and its state part of this one's. It draws with the number that this rank has here.
+        Its traffic and its state are included in this reducer's, its traffic also listed under ``name``. It draws with
+        the number that this rank has here.
         """
         part.codec.draws = self.codec.draws
         self.parts[name] = part

@@ -130,7 +130,7 @@ class Driver(BaseModel):
             values: Float vector of at least ``segments.numel`` elements, on any device.
             segments: The positions of the tensors in it, and of their encodings in the wire.
             wire: uint8 vector of at least ``segments.nbytes``, contiguous, on the values' device; a new one by default.
-                No other bytes of it change. Of no use where a size depends on the data.
+                No other bytes of it change. Ignored if a size depends on the data.
             generators: A source of randomness for each tensor, as in `encode`.
             flags: uint8 [tensors], as in `encode`.
             residual: float32, contiguous, each tensor's residual at the position of the tensor in ``values``; changed

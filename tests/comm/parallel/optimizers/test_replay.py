@@ -266,7 +266,7 @@ def test_ranks_with_other_codecs_are_refused(world):
         ({"embeddings": "int9"}, "unknown compressor 'int9'"),
         ({"embeddings": {"method": "int8", "bits": 4}}, "unknown int8 option 'bits'"),
         ({"embeddings": {"num_bits": 4}}, "a mapping with its method and options"),
-        ({"embeddings": "int8", "streaming": {"fragments": 2}}, "streaming has none: omit one of them"),
+        ({"embeddings": "int8", "streaming": {"fragments": 2}}, "streaming lacks: omit one of them"),
         ({"embeddings": "int8", "comm_optimizer": "demo"}, "an option of comm_optimizer diloco, sparseloco, muloco"),
     ],
 )

@@ -107,7 +107,7 @@ def described(
     first = f"Fastest: `{expected[0].cell.label}`"
     first += f"; with at most {TOLERANCE:g} % more perplexity in its nearest record: `{within[0]}`." if within else "."
     near = any(max(record.parameters / numel, numel / record.parameters) <= FAR for record in known.values())
-    size = "" if near else f"\nNone of these records is within {FAR} times of this model's size."
+    size = "" if near else f"\nNo record is within a factor of {FAR} of this model's size."
     sent = "between" if description.islands > 1 else "sent"
     steps, gains, records, lines = list[list[str]](), list[list[str]](), list[list[str]](), list[str]()
     for row in expected:
