@@ -6,12 +6,13 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gradwire.base.errors import RunFault
 from gradwire.comm.closed_forms import rank_bytes, raw_bytes, share
 from gradwire.comm.collectives import Exempt, Layout, Shard
+from gradwire.comm.collectives.layout import Run
 
 shapes = st.lists(st.lists(st.integers(1, 5), max_size=3).map(tuple), min_size=1, max_size=5).map(
     lambda found: [(f"p{i}", shape) for i, shape in enumerate(found)]
@@ -39,6 +40,36 @@ def test_shards_cover_every_element_once(cut, shapes, world):
     assert sorted(flat[flat != 0].tolist()) == list(range(1, total + 1))
     assert sum(shard.numel for shard in layout.shards) == total
     assert [shard.start for shard in layout.shards] == sorted(shard.start for shard in layout.shards)
+
+
+rows = st.lists(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 3)), max_size=3), min_size=1, max_size=5)
+
+
+@given(rows=rows, by_row=st.booleans())
+@example(rows=[[(0, 2)], [(0, 2)], [(4, 2)]], by_row=True)  # twice the second distance, which is not the first
+def test_runs_are_the_elements_of_their_shards(rows, by_row):
+    shards, end = [], 0
+    for row, pieces in enumerate(rows):
+        for gap, numel in pieces:
+            shards.append(Shard("p", (99,), row, end + gap, numel, 0))
+            end += gap + numel
+    expected = [(shard.row, i) for shard in shards for i in range(end)[shard.place]]
+    x, buffer = torch.arange(len(expected)), torch.arange(end)
+    elements = {}
+    for run in Run.merged(shards, by_row):
+        of_x, of_buffer = run.in_vector(x), run.in_buffer(buffer)
+        for piece, (sources, places) in enumerate(zip(of_x.tolist(), of_buffer.tolist(), strict=True)):
+            for source, place in zip(sources, places, strict=True):
+                elements[source] = (run.row + piece, place)
+    assert [elements[i][1] for i in range(len(expected))] == [place for _, place in expected]
+    assert not by_row or [elements[i] for i in range(len(expected))] == expected
+
+
+def test_a_lone_piece_is_a_row_in_memory():
+    """Where both strides of [1, n] are 1, torch copies one element at a time: 30 times as long."""
+    [run] = Run.merged([Shard("p", (5,), 0, 2, 5, 0)], by_row=True)
+    assert run.in_buffer(torch.arange(9)).stride() == run.in_vector(torch.arange(5)).stride() == (5, 1)
+    assert run.in_buffer(torch.arange(9)).tolist() == [[2, 3, 4, 5, 6]]
 
 
 @every_cut

@@ -426,12 +426,14 @@ class Native(Algorithm):
     def _begun(self, flat: Tensor, group: Group, kept: Plan, number: int) -> RoundState:
         """Start a group's rounds, with residuals added."""
         codec, compressor, parameters = self.codec, group.compressor, group.parameters
-        x, feedback, residual = group.taken(flat), None, None
+        feedback, residual = None, None
         if group.feedback:
             earlier: dict[str, Any] = kept.derive(("feedback", number, flat.device), dict)
             feedback = codec.feedback(earlier, lambda: parameters, lambda: group.places, "scatter", flat.device)
-            residual = feedback.open().view(x.shape)
-            x = residual.add_(x)  # until `_update` puts the new ones there
+            residual = feedback.open().view(len(parameters), -1)
+            for run in group.runs:
+                run.in_vector(residual.view(-1)).add_(run.in_buffer(flat))  # until `_update` puts the new ones there
+        x = group.taken(flat) if residual is None else residual
         bad = compressor.rows_not_representable(x).to(torch.uint8)
         codec.note(bad.amax(0, keepdim=True))
         codec.counts.update(kept.derive(("counts", number), lambda: group.counts))

@@ -119,7 +119,8 @@ class Run(NamedTuple):
 
 def pieces_of(x: Tensor, start: int, numel: int, pieces: int, stride: int) -> Tensor:
     """Return equal pieces of a vector at equal distances: [pieces, numel], a view."""
-    return x[start : start + (pieces - 1) * stride + numel].unfold(0, numel, stride)
+    distance = max(stride, numel)  # torch copies a lone piece element by element where both strides are 1
+    return x[start : start + (pieces - 1) * stride + numel].unfold(0, numel, distance)
 
 
 # Why: docs/decisions.md, "An all-reduce takes parameters one after the other".
@@ -280,11 +281,7 @@ class Layout:
     @cached_property
     def _runs(self) -> tuple[tuple[str, Run], ...]:
         """The runs of each parameter, in the buffer's order."""
-        runs = [
-            (name, run._replace(first=run.first + shards[0].at))
-            for name, shards in self.parameters.items()
-            for run in Run.merged(shards, by_row=False)
-        ]
+        runs = [(name, run) for name, shards in self.parameters.items() for run in Run.merged(shards, by_row=False)]
         return tuple(sorted(runs, key=lambda named: named[1].start))
 
     def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
