@@ -5,6 +5,7 @@ Of `kernels/cpu/__init__.py`, `kernels/__init__.py`, `driver.py`.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import signal
@@ -12,15 +13,20 @@ import stat
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
+import numba
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from numba.core.compiler_lock import global_compiler_lock
 from samples import generator, normal, scattered
 
+from gradwire.bench.training.environment import environment
 from gradwire.comm.collectives import Reducer
+from gradwire.comm.collectives.world import World
 from gradwire.comm.compressors import build, driver, kernels
 from gradwire.comm.compressors.kernels import cpu
 
@@ -66,6 +72,52 @@ def test_a_process_forked_meanwhile_does_not_keep_the_lock(tmp_path, monkeypatch
     finally:
         os.kill(forked, signal.SIGKILL)
         os.waitpid(forked, 0)
+
+
+def test_a_process_forked_meanwhile_can_compile():
+    compiling = threading.Event()
+
+    def compile_slowly() -> None:
+        with global_compiler_lock:
+            compiling.set()
+            time.sleep(0.3)
+
+    thread = threading.Thread(target=compile_slowly)
+    kernels.COMPILING.add(thread)
+    try:
+        thread.start()
+        assert compiling.wait(30)
+        forked = os.fork()
+        if not forked:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(10)
+            served = kernels.find(build("int8"), HERE) is not kernels.REFERENCE
+            os._exit(0 if served and numba.njit(lambda x: x + 1)(2) == 3 else 1)
+        assert os.waitpid(forked, 0)[1] == 0
+    finally:
+        thread.join()
+        kernels.COMPILING.discard(thread)
+
+
+@pytest.mark.parametrize(
+    ("late", "main_lives", "compiled"), [(True, False, []), (True, True, [1]), (False, False, [1])]
+)
+def test_the_thread_compiles_no_more_when_the_process_ends(monkeypatch, tmp_path, late, main_lives, compiled):
+    monkeypatch.setattr(cpu, "CACHE", str(tmp_path))
+    monkeypatch.setattr(threading.main_thread(), "is_alive", lambda: main_lives)
+    calls = []
+
+    def compile_one() -> None:
+        with suppress(SystemExit):
+            cpu.compile_alone(calls.append, "weighted", 1)
+
+    thread = threading.Thread(target=compile_one)
+    if late:
+        kernels.COMPILING.add(thread)
+    thread.start()
+    thread.join()
+    kernels.COMPILING.discard(thread)
+    assert calls == compiled
 
 
 @pytest.fixture
@@ -114,9 +166,8 @@ def test_rank_0_says_once_what_takes_long(impatient, monkeypatch, capfd, tmp_pat
     compile_in(seconds, "weighted.encode", "weighted.decode")
     time.sleep(0.1)
     said = capfd.readouterr().err.splitlines()
-    expected = (
-        f"gradwire: compiling kernels for this processor, weighted.encode first; later runs read them from {tmp_path}"
-    )
+    begins = "gradwire: preparing kernels for this processor, weighted.encode first"
+    expected = f"{begins}: compiled once, then read from {tmp_path}"
     assert said == [expected] * lines
 
 
@@ -168,6 +219,28 @@ def test_the_reference_serves_with_the_same_bits_until_the_kernel_is_there(slow_
     assert all(map(torch.equal, by_kernel, meanwhile))
     driver.compile_kernels([compressor])
     assert not kernels.COMPILING, "once in a process"
+
+
+def test_kernels_that_do_not_compile_leave_the_reference_and_a_warning(monkeypatch):
+    def fail(*given) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(driver, "COMPILED", set())
+    monkeypatch.setattr(kernels, "FAILED", [])
+    compressor = build("int8")
+    by_kernel = all_calls(compressor)
+    with monkeypatch.context() as failing, pytest.warns(RuntimeWarning) as warned:
+        failing.setattr(driver, "encode_and_decode", fail)
+        for _ in range(2):
+            driver.compile_kernels([compressor])
+            for thread in tuple(kernels.COMPILING):
+                thread.join()
+    [warning] = warned
+    reason = "OSError: [Errno 28] No space left on device"
+    assert str(warning.message).startswith(f"kernels for this processor do not compile ({reason}): compression takes")
+    assert kernels.find(compressor, HERE) is kernels.REFERENCE
+    assert all(map(torch.equal, by_kernel, all_calls(compressor)))
+    assert environment(World(0, 0, 1, "gloo", HERE))["kernels_failed"] == reason
 
 
 def compiled_for(rank, world_size, group, options: dict) -> tuple[set[str], bool]:

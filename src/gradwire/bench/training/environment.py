@@ -18,6 +18,7 @@ from gradwire import __version__
 from gradwire.base.machine import CPUINFO, installed, processor, text
 from gradwire.bench.launch.ranks import ALLOCATOR
 from gradwire.comm.collectives.world import World
+from gradwire.comm.compressors import kernels
 
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "numba", "triton", "pyarrow", "pydantic", "safetensors")
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS", "NUMBA_NUM_THREADS")
@@ -59,6 +60,7 @@ def environment(world: World) -> dict[str, Any]:
         "gpu": gpu(world.device) if cuda else None,
         "threads": torch.get_num_threads(),
         "interop_threads": torch.get_num_interop_threads(),
+        "kernels_failed": kernels.FAILED[0] if kernels.FAILED else None,  # else CPU kernels serve where there are any
         "float32_matmul_precision": torch.get_float32_matmul_precision(),  # highest: no TF32
         "communication_variables": {
             name: value for name, value in os.environ.items() if name.startswith(COMMUNICATION)

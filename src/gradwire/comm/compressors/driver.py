@@ -16,6 +16,7 @@ A caller with many tensors in one buffer makes a table of them once and calls th
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from threading import Thread
@@ -295,7 +296,8 @@ def bounds(option: str, field: FieldInfo) -> str:
 def compile_kernels(compressors: Iterable[Driver]) -> None:
     """Compile kernels for a CPU in a thread, once in a process; until it ends, other threads take the reference.
 
-    Both have the same bytes. A process that ends earlier waits for the thread.
+    Both have the same bytes. A process that ends earlier waits for the function that is being compiled. If one does not
+    compile, a warning says so, and the reference serves to the end.
     """
     wanted = {compressor for compressor in compressors if has_kernel(compressor)} - COMPILED
     if not wanted:
@@ -305,6 +307,15 @@ def compile_kernels(compressors: Iterable[Driver]) -> None:
     def compile_wanted() -> None:
         try:
             encode_and_decode(wanted, [(5, 7), (11,)], HERE, True)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+            kernels.FAILED.append(reason)
+            warnings.warn(
+                f"kernels for this processor do not compile ({reason}): compression takes the reference "
+                f"implementations, which have the same results and are slower",
+                RuntimeWarning,
+                stacklevel=1,
+            )
         finally:
             kernels.COMPILING.discard(thread)
 

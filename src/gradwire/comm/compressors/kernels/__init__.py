@@ -5,6 +5,7 @@ Modules of ``cpu`` and ``cuda`` hold a `Kernel` for each method of a family in `
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from gradwire.comm.compressors.segments import Buffers, Segment, Segments
 
 OLDEST = (8, 0)  # compute capability that Triton compiles for
 COMPILING: set[Thread] = set()  # threads that compile kernels for a CPU, which have them before the others
+FAILED: list[str] = []  # why kernels for a CPU did not compile: then the reference serves to the end
+os.register_at_fork(after_in_child=COMPILING.clear)  # a child has no such thread
 
 
 class Picked(NamedTuple):
@@ -95,7 +98,7 @@ REFERENCE = Kernel()
 
 
 def find(method: Any, device: torch.device) -> Kernel:
-    """The kernel of ``method`` on ``device``; `REFERENCE` if it has none, or a thread is compiling it.
+    """The kernel of ``method`` on ``device``; `REFERENCE` if it has none, a thread is compiling it, or did so in vain.
 
     Raises:
         BadInput: If the device is a GPU older than the kernels support.
@@ -105,7 +108,7 @@ def find(method: Any, device: torch.device) -> Kernel:
         return REFERENCE
     if device.type == "cuda":
         check_capability(method.name, device.index)
-    elif COMPILING and current_thread() not in COMPILING:
+    elif FAILED or (COMPILING and current_thread() not in COMPILING):
         return REFERENCE
     return kernel
 

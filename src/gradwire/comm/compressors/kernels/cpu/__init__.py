@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from threading import Timer
+from threading import Timer, current_thread, main_thread
 from types import FunctionType
 from typing import Any, NamedTuple, TypeVar
 
@@ -37,7 +37,7 @@ from numba import config
 from numba.core.compiler_lock import global_compiler_lock
 from torch import Tensor
 
-from gradwire.comm.compressors.kernels import Kernel
+from gradwire.comm.compressors.kernels import COMPILING, Kernel
 from gradwire.comm.compressors.philox import KEY_STEPS, MULTIPLIERS, ROUNDS, draw_seeds
 from gradwire.comm.compressors.segments import Buffers, Segments
 
@@ -105,14 +105,24 @@ def compiled(function: Function, reassociate: bool = False, inline: str = "never
 
 
 _compiling = False  # in this process; numba's lock guards it
+os.register_at_fork(  # a child would find numba's lock taken by a thread that it does not have
+    before=global_compiler_lock.acquire,
+    after_in_parent=global_compiler_lock.release,
+    after_in_child=global_compiler_lock.release,
+)
 
 
 def compile_alone(compile_here: Callable[[Any], Any], name: str, signature: Any) -> Any:
     """Compile a function with all that it calls, or take it from the disk, while no other process does so.
 
     Of W ranks one compiles, and the others find the result on the disk. What takes longer than `SILENT_S` is announced.
+
+    Raises:
+        SystemExit: In a thread of `COMPILING`, when the main thread has ended, which waits for it.
     """
     global _compiling
+    if current_thread() in COMPILING and not main_thread().is_alive():
+        raise SystemExit
     with global_compiler_lock:
         if _compiling:
             return compile_here(signature)
@@ -140,12 +150,12 @@ _announced = False
 
 
 def announce(name: str) -> None:
-    """Say what is compiled, and where it is kept."""
+    """Say what takes long: to compile a kernel, to read it, or to wait for the rank that compiles it."""
     global _announced
     if not _announced and os.environ.get("RANK", "0") == "0":
         _announced = True
         print(
-            f"gradwire: compiling kernels for this processor, {name} first; later runs read them from {CACHE}",
+            f"gradwire: preparing kernels for this processor, {name} first: compiled once, then read from {CACHE}",
             file=sys.stderr,
             flush=True,
         )
