@@ -49,7 +49,7 @@ def copied(tensor):
     return tensor.to_local().clone() if isinstance(tensor, DTensor) else tensor.detach().clone()
 
 
-def train(compressor, **options):
+def train(compressor, to_none, **options):
     """Return each parameter's gradient, values and optimizer state, and the residuals, after each step."""
     torch.manual_seed(3)
     model = Net()
@@ -91,13 +91,14 @@ def train(compressor, **options):
             residuals = compression.reducer.codec.state_dict()["residuals"] if options else {}
             for (name, *place), kept in residuals.items():
                 seen[-1][name][str(place)] = copied(kept["residual.float32"])
-        optimizer.zero_grad(set_to_none=way != "zero")
+        optimizer.zero_grad(set_to_none=to_none)
     return seen
 
 
 feedback = way.endswith("feedback")
 options = {"error_feedback": True} if feedback else {}
-got, want = train("int8" if feedback else "none", **options), train(None)
+got, want = train("int8" if feedback else "none", way != "zero", **options), train(None, way != "zero")
+zeros = train("int8", False, **options) if feedback and OF_DDP else None
 for step, (ours, plain) in enumerate(zip(got, want, strict=True)):
     for name, expected in plain.items():
         left_out = expected["gradient"] is None
@@ -106,4 +107,7 @@ for step, (ours, plain) in enumerate(zip(got, want, strict=True)):
             expected = got[step - 1][name] if left_out else {}
         for key in expected.keys() - ({"gradient"} if left_out else set()):
             assert torch.equal(ours[name][key], expected[key]), (step, name, key)
+        if left_out and zeros:  # a gradient of zeros is left out as well, and what is kept stays
+            kept = [key for key in zeros[step][name] if key.startswith("[")]
+            assert kept and all(torch.equal(zeros[step][name][key], zeros[step - 1][name][key]) for key in kept)
 print("right")

@@ -133,11 +133,10 @@ class Unused:
 
     def note(self, bucket: dist.GradBucket, names: Mapping[int, str], reducer: Reducer) -> None:
         """Hold what is kept of the parameters of a bucket that no backward pass used, before it is reduced."""
-        taken = {names.get(id(parameter), ""): parameter.grad for parameter in bucket.parameters()}
-        unused = {name for name, gradient in taken.items() if name not in self.added and gradient is None}
-        self._unused |= unused
-        reducer.codec.hold(unused)
-        self.added -= taken.keys()
+        taken = {names.get(id(parameter), "") for parameter in bucket.parameters()}
+        self._unused |= taken - self.added
+        reducer.codec.hold(taken - self.added)
+        self.added -= taken
 
     def begun(self, layout: Layout) -> None:
         """As `StepCheck.begun`."""

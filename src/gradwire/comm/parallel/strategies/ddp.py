@@ -105,9 +105,13 @@ class DDP(Strategy):
         self.added -= names
 
     def left_out(self, wrapped: nn.Module) -> set[str]:
-        """Return the parameters that DDP has left without a gradient, as all ranks left them out; begin a step."""
+        """Return the parameters whose gradient DDP has left as it was, as all ranks left them out; begin a step.
+
+        It is None, or zeros where gradients are set to zero.
+        """
         unused, self._unused = self._unused, set()
-        return {name for name, p in self.averaged(wrapped).items() if name in unused and p.grad is None}
+        left = {name: p for name, p in self.averaged(wrapped).items() if name in unused}
+        return {name for name, p in left.items() if p.grad is None or not p.grad.any()}
 
     def keep_apart(self, wrapped: nn.Module) -> None:
         """As `Strategy.keep_apart`, and not in copies of the model."""
