@@ -35,11 +35,6 @@ from pydantic_core import CoreSchema, core_schema
 from gradwire.base.errors import BadInput, unknown
 from gradwire.base.flags import Number, Positional, Short, output_file, path
 
-if TYPE_CHECKING:
-    from pydantic._internal._model_construction import ModelMetaclass
-else:
-    ModelMetaclass = type(BaseModel)
-
 Model = TypeVar("Model", bound=BaseModel)
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -69,7 +64,7 @@ class Strict(BaseModel):
 
 
 @dataclass_transform(kw_only_default=True, field_specifiers=(Field,))
-class Direct(ModelMetaclass):
+class Direct(type(BaseModel)):  # type: ignore[misc]  # pydantic's metaclass has no public name
     """Metaclass of models that a user's program builds: a wrong argument is one `BadInput` there too."""
 
     if not TYPE_CHECKING:
