@@ -8,12 +8,14 @@ from __future__ import annotations
 import pkgutil
 from dataclasses import dataclass
 from functools import cache
-from importlib import import_module, metadata
-from importlib.metadata import EntryPoint
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gradwire.base.errors import BadInput, unknown
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 PACKAGE = Path(__file__).parents[1]
 
@@ -21,6 +23,8 @@ PACKAGE = Path(__file__).parents[1]
 @cache
 def entry_points(group: str) -> tuple[EntryPoint, ...]:
     """The entry points of a group in all installed packages; read once, since it reads every package's metadata."""
+    from importlib import metadata  # a fifth of what `gradwire --help` takes
+
     return tuple(metadata.entry_points(group=group))
 
 
