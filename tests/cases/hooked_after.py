@@ -1,5 +1,8 @@
 """torchrun --nproc_per_node 2 hooked_after.py: a model has one compressor or hook; a second is refused."""
 
+import copy
+import pickle
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -68,17 +71,19 @@ model = ddp()
 first = FIRST["DiLoCo"](model)
 for name in ("DiLoCo", "OneBitAdam"):  # a second one takes over
     second = FIRST[name](model)
-    model(x).sum().backward()
-    before = [p.detach().clone() for p in model.parameters()]
-    try:
-        first.step()
-    except BadInput as error:
-        assert f"a {name} was built for the model of this DiLoCo afterwards" in str(error), error
-    else:
-        raise AssertionError(f"DiLoCo steps though {name} has its model")
-    assert all(map(torch.equal, model.parameters(), before))
-    second.step()
-    assert not any(map(torch.equal, model.parameters(), before))
-del second
+    given = model, first, second
+    for net, old, new in (copy.deepcopy(given), pickle.loads(pickle.dumps(given)), given):
+        net(x).sum().backward()
+        before = [p.detach().clone() for p in net.parameters()]
+        try:
+            old.step()
+        except BadInput as error:
+            assert f"a {name} was built for the model of this DiLoCo afterwards" in str(error), error
+        else:
+            raise AssertionError(f"DiLoCo steps though {name} has its model")
+        assert all(map(torch.equal, net.parameters(), before))
+        new.step()
+        assert not any(map(torch.equal, net.parameters(), before))
+del second, given, new
 first.step()
 print("right")

@@ -139,18 +139,25 @@ class Communicating(Optimizer):
                 f"state_dict() of the model and of the optimizer."
             )
         kept = {name: value for name, value in vars(self).items() if name != "step" and "_hooks" not in name}
-        return {**kept, "prepared": (type(strategy), Shared(strategy.group), strategy.device)}
+        prepared = type(strategy), Shared(strategy.group), strategy.device
+        return {**kept, "prepared": prepared, "newest": self._newest() is self}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copy, and prepare its model as the original's."""
         kept = {**state}
-        prepared = kept.pop("prepared", None)
+        prepared, newest = kept.pop("prepared", None), kept.pop("newest", False)
         super().__setstate__(kept)
         if prepared is not None:
             kind, shared, device = prepared
             _keep_apart(self.model, kind(shared.group, device))
-            NEWEST.setdefault(self.model, ref(self))
+            if newest:  # an older one may be copied before it
+                NEWEST.setdefault(self.model, ref(self))
             self.bind()
+
+    def _newest(self) -> Communicating | None:
+        """Return the optimizer that was built last for the model; None if it no longer exists."""
+        newest = NEWEST.get(self.model)
+        return None if newest is None else newest()
 
     def bind(self) -> None:
         """Refer to the memory of this rank's parts of parameters."""
@@ -251,7 +258,7 @@ class Communicating(Optimizer):
             NonFiniteGradient: As `Reducer.finish`.
             RunFault: If a parameter that this optimizer sends has no gradient.
         """
-        newest = NEWEST[self.model]()
+        newest = self._newest()
         if newest is not None and newest is not self:
             raise BadInput(
                 f"a {type(newest).__name__} was built for the model of this {type(self).__name__} afterwards, and both "
