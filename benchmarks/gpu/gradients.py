@@ -16,7 +16,7 @@ from typing import Any
 import bench_gradients
 import torch
 import transformers.models.gpt2.modeling_gpt2  # noqa: F401  imported before the ranks are forked
-from gpu.part import DEVICE, OUT, SMALL, Part, Row, run
+from gpu.part import DEVICE, OUT, SMALL, Part, Row, host_waits, run
 from gpu.strategies import corpus, trained
 from gpu.workers import Ranks, alone, group
 
@@ -82,7 +82,7 @@ def normed(_: None) -> Row:
 
 
 def rows(_: None, projection: str) -> Row:
-    """Rows per second, and samples per second of plain passes."""
+    """Rows per second, samples per second of plain passes, and how often the host waits in a batch of either."""
     data = bench_gradients.samples(ARGUMENTS.samples, ARGUMENTS.length, ARGUMENTS.vocabulary)
     jobs = {
         "rows": bench_gradients.rows_by(ARGUMENTS, data, "hooks", projection),
@@ -95,7 +95,11 @@ def rows(_: None, projection: str) -> Row:
         for name, of in bench_gradients.interleaved(DEVICE, jobs, ARGUMENTS.rounds).items()
     }
     peak = torch.cuda.max_memory_allocated() / 1e9 if DEVICE == "cuda" else 0.0
-    return {"rows_per_s": speed["rows"], "of_plain": speed["rows"] / speed["plain"], "peak_gb": peak}
+    found = {"rows_per_s": speed["rows"], "of_plain": speed["rows"] / speed["plain"], "peak_gb": peak}
+    if DEVICE == "cuda":
+        batches = ARGUMENTS.samples / ARGUMENTS.batch_size
+        found |= {f"waits_{name}": host_waits(work) / batches for name, work in jobs.items()}
+    return found
 
 
 def private(world: Any, shards: Path, label: str, training: dict[str, Any]) -> Row:
@@ -136,7 +140,9 @@ def main() -> int:
         if label != "private steps" or find_spec("opacus"):  # it knows what the noise guarantees
             ask(label, member, private, shards, label, training)
     member.end()
-    return part.finish(["difference", "rows_per_s", "of_plain", "step_ms", "loss", "peak_gb"])
+    return part.finish(
+        ["difference", "rows_per_s", "of_plain", "waits_rows", "waits_plain", "step_ms", "loss", "peak_gb"]
+    )
 
 
 if __name__ == "__main__":

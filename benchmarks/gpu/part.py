@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -203,6 +204,20 @@ def synchronize() -> None:
 
     if DEVICE == "cuda":
         torch.cuda.synchronize()
+
+
+def host_waits(action: Callable[[], Any]) -> int:
+    """How often the host waits for the GPU in some work."""
+    import torch
+
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            action()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return sum("synchronizing" in str(warning.message) for warning in caught)
 
 
 def milliseconds(action: Callable[[], Any], steps: int, warmup: int = 2) -> float:

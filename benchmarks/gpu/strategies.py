@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import random
 import shutil
-import warnings
 from contextlib import nullcontext
 from functools import partial
 from itertools import product
@@ -21,7 +20,7 @@ from unittest.mock import patch
 import torch
 import transformers.models.gpt2.modeling_gpt2  # noqa: F401  imported before the ranks are forked
 from gpu.model import reduction_of
-from gpu.part import DEVICE, OUT, SMALL, Part, Row, run
+from gpu.part import DEVICE, OUT, SMALL, Part, Row, host_waits, run
 from gpu.workers import Ranks, alone, group
 
 from gradwire.base.files import write_json
@@ -144,12 +143,7 @@ def reduced(world: World, cell: dict[str, Any], kind: str) -> Row:
     if world.device.type == "cpu":
         return found
     given = flat.clone()
-    torch.cuda.set_sync_debug_mode("warn")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        reduction(given, layout)
-    torch.cuda.set_sync_debug_mode("default")
-    found["host_waits"] = sum("synchronizing" in str(warning.message) for warning in caught)
+    found["host_waits"] = host_waits(lambda: reduction(given, layout))
     torch.cuda.synchronize()
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()  # type: ignore[no-untyped-call]
