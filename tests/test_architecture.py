@@ -245,6 +245,24 @@ def test_imports_inside_functions_count():
     assert imports(source) == {"a.b", "c", "c.d", "e", "..", "...i"}
 
 
+def test_only_statements_are_imports():
+    quoted = b'"""A text, and \\"""\nimport quoted\n"""\nX = "import e"\n# import f\n'
+    statements = b"from a import (  # of a line\n    b,\n    c as d,\n)\nif X:\n\timport g, h.i\n"
+    assert imports(quoted + statements) == {"a", "a.b", "a.c", "g", "h.i"}
+
+
+def test_the_imports_of_every_file_are_those_of_its_syntax_tree():
+    for file in PACKAGE.rglob("*.py"):
+        names: set[str] = set()
+        for node in ast.walk(ast.parse(file.read_bytes())):
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                module = "." * node.level + (node.module or "")
+                names |= {module, *(f"{module}.{alias.name}" for alias in node.names)}
+        assert imports(file.read_bytes()) == names, file
+
+
 def edited(package: Path, file: str) -> Path:
     path = package / file
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -12,7 +13,9 @@ from gradwire.base.errors import BadInput
 from gradwire.base.files import digest
 
 PACKAGE = Path(__file__).parents[1]
-BLOCKS = ("body", "orelse", "finalbody", "handlers", "cases")  # fields of a statement that hold statements
+# Only import statements are parsed, which are found by their form: parsing whole files takes a rank 0.4 s at its start.
+TEXT = re.compile(rb'"""[^"\\]*(?:(?:\\.|"(?!""))[^"\\]*)*"""', re.DOTALL)
+STATEMENT = re.compile(rb"^[ \t]*((?:from|import)[ \t][^\n(]*(?:\([^)]*\))?)", re.MULTILINE)
 
 
 # Why: docs/decisions.md, "The source digest is static".
@@ -66,22 +69,15 @@ def module_file(name: str, package: Path = PACKAGE) -> Path | None:
 @cache
 def imports(source: bytes) -> frozenset[str]:
     """Full names of all imports in a module's source: ``from a import b`` gives ``a`` and ``a.b``."""
-    return frozenset(_imports(ast.parse(source)))
+    statements = b"\n".join(STATEMENT.findall(TEXT.sub(b"", source)))
+    return frozenset(_imports(ast.parse(statements)))
 
 
 def _imports(tree: ast.Module) -> Iterator[str]:
-    for node in _statements(tree):
+    for node in tree.body:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             module = f"{'.' * node.level}{node.module or ''}"
             yield module
             yield from (f"{module}.{alias.name}" for alias in node.names)
-
-
-def _statements(block: ast.AST) -> Iterator[ast.AST]:
-    """All statements in a block, at any depth; most nodes of a tree are expressions, which import nothing."""
-    for name in BLOCKS:
-        for statement in getattr(block, name, ()):
-            yield statement
-            yield from _statements(statement)
