@@ -21,11 +21,16 @@ PACKAGE = Path(__file__).parents[1]
 
 
 @cache
-def entry_points(group: str) -> tuple[EntryPoint, ...]:
-    """The entry points of a group in all installed packages; read once, since it reads every package's metadata."""
+def installed() -> Any:
+    """The entry points of all installed packages; read once for all groups, since it reads every package's metadata."""
     from importlib import metadata  # a fifth of what `gradwire --help` takes
 
-    return tuple(metadata.entry_points(group=group))
+    return metadata.entry_points()
+
+
+def entry_points(group: str) -> tuple[EntryPoint, ...]:
+    """The entry points of a group."""
+    return tuple(installed().select(group=group))
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,11 @@ import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from gradwire.base.errors import BadInput
+from gradwire.base.plugins import entry_points
 from gradwire.lm.data.chats import ASSISTANT, PLAIN, Content, Format, Spans, answers
 
 ID_GROUP = "gradwire.sample_ids"
@@ -310,7 +310,7 @@ def ids_from(name: str | None) -> IdOf:
         BadInput: If the function cannot be loaded.
     """
     key = name or "id"
-    for entry in entry_points(group=ID_GROUP):
+    for entry in entry_points(ID_GROUP):
         if entry.name == name:
             try:
                 return entry.load()
