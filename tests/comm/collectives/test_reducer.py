@@ -209,21 +209,22 @@ def test_a_second_half_in_float32_sends_the_reduce_scatter_rows(turns):
         assert sum(result[f"{kind} traffic"]["exact"] for result in results) == exact
 
 
-def test_sizes_travel_only_where_they_depend_on_the_data(turns):
+@pytest.mark.parametrize("exempt_ndim", [0, 1])
+def test_sizes_travel_only_where_they_depend_on_the_data(turns, exempt_ndim):
     layout = Layout.dim0(SHAPES, 3)
-    results = turns(3).run(both_kinds, "dim0", "ragged", {}, {})
+    results = turns(3).run(both_kinds, "dim0", "ragged", {}, {"exempt": Exempt(max_ndim=exempt_ndim)})
     rows = torch.cat([result["reduce_scatter"] for result in results])
     expected = sum(buffer(layout, rank).clamp_min(0) for rank in range(3)) / 3
-    for shard in layout.shards:
-        if shard.numel == 1:  # sent as it is
-            expected[shard.place] = exact_mean(layout, 3)[shard.place].float()
+    exact = [shard for shard in layout.shards if shard.numel == 1 or len(shard.shape) <= exempt_ndim]
+    for shard in exact:
+        expected[shard.place] = exact_mean(layout, 3)[shard.place].float()
     torch.testing.assert_close(rows, expected)
     for rank, result in enumerate(results):
         assert result["reduce_scatter closed form"] is result["reduce_scatter traffic"].details["closed_form"] is None
-        ragged = [shard for shard in layout.shards if shard.numel > 1 and shard.row != rank]
+        ragged = [shard for shard in layout.shards if shard not in exact and shard.row != rank]
         kept = sum(int((buffer(layout, rank)[shard.place] > 0).sum()) for shard in ragged)
-        single = sum(4 for shard in layout.shards if shard.numel == 1 and shard.row != rank)
-        assert result["reduce_scatter traffic"]["sent"] == 8 * kept + single + 8 * len(ragged)
+        fixed = sum(4 * shard.numel for shard in exact if shard.row != rank)
+        assert result["reduce_scatter traffic"]["sent"] == 8 * kept + fixed + 8 * len(ragged)
         assert result["reduce_scatter traffic"].details["by_op"]["all_to_all"]["calls"] == 2
 
 
