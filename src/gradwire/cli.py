@@ -26,7 +26,7 @@ from gradwire.base.failures import (
     where,
 )
 from gradwire.base.flags import check_words
-from gradwire.base.source_digest import PACKAGE
+from gradwire.base.plugins import PACKAGE
 from gradwire.bench.command import Command, split_command
 from gradwire.bench.commands import COMMANDS
 from gradwire.bench.launch import links

@@ -14,7 +14,7 @@ from torch import nn
 from gradwire.base.errors import BadInput, listed
 from gradwire.base.units import amount
 from gradwire.comm.collectives import Reducer, ops
-from gradwire.comm.parallel.model import inside, named_parameters, unwrapped
+from gradwire.comm.parallel.model import inside, named_parameters, trainable, unwrapped
 from gradwire.comm.torch_internals import NormWithStatistics
 
 
@@ -30,7 +30,7 @@ def check_gradients(model: nn.Module) -> None:
                 f"{unwrapped(name) or type(module).__name__} has sparse gradients, and a reducer averages dense ones: "
                 f"build it with sparse=False."
             )
-    trained = {name: p for name, p in named_parameters(model) if p.requires_grad}
+    trained = trainable(model)
     for name, parameter in trained.items():
         if parameter.is_complex():
             raise BadInput(

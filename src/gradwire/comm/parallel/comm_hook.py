@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import warnings
-import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -20,7 +19,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from gradwire.base.errors import BadInput
 from gradwire.base.strict import checked_arguments
@@ -32,7 +30,7 @@ from gradwire.comm.compressors.base import Compressor
 from gradwire.comm.parallel.checks import check_agreement, check_gradients, check_has_values, parameters_of
 from gradwire.comm.parallel.model import trainable
 from gradwire.comm.parallel.strategies.ddp import HookedBuckets, TakesBuckets, hooked_buckets, noted, reduce_bucket
-from gradwire.comm.parallel.strategy import Attached, check_unprepared
+from gradwire.comm.parallel.strategy import Attached, after_steps, check_unprepared
 
 
 # Why: docs/decisions.md, "`comm_hook` ends its steps itself".
@@ -56,9 +54,7 @@ class CommHookState(Attached):
         self._make = make
         self._buckets = self._build() if dist.is_initialized() else None
         self._awaited = True  # until the first bucket comes, or an optimizer steps without one
-        stepped = weakref.WeakMethod(self._stepped)
-        hook = register_optimizer_step_post_hook(lambda *args: (call := stepped()) and call(*args))
-        weakref.finalize(self, hook.remove)
+        after_steps(self, self._stepped)
 
     def _stepped(self, optimizer: Optimizer, *_: object) -> None:
         """Warn, once, if an optimizer steps with gradients of the model and none came here."""

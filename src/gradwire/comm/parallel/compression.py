@@ -20,7 +20,7 @@ from gradwire.base.errors import BadInput
 from gradwire.base.units import amount
 from gradwire.comm.collectives import Reducer, state
 from gradwire.comm.collectives.meter import Traffic
-from gradwire.comm.collectives.ops import Group, new_group
+from gradwire.comm.collectives.ops import Group, new_group, ranks_of
 from gradwire.comm.collectives.reducer import Given, StepEnd, check_options
 from gradwire.comm.parallel.checks import check_agreement, check_gradients, parameters_of
 from gradwire.comm.parallel.model import COMPILED, local, named_parameters, trainable_shapes
@@ -192,8 +192,7 @@ def check_ranks(wrapped: nn.Module, reducer: Reducer) -> None:
     """
     check_sharded(wrapped, reducer)
     if isinstance(wrapped, DistributedDataParallel):
-        ranks = dist.get_process_group_ranks(wrapped.process_group)
-        reduced = dist.get_process_group_ranks(reducer.group or dist.group.WORLD)
+        ranks, reduced = ranks_of(wrapped.process_group), ranks_of(reducer.group)
         if ranks != reduced:
             raise BadInput(
                 f"the model averages its gradients over ranks {ranks} and the reducer over {reduced}: pass Reducer the "
@@ -493,11 +492,11 @@ def levels_of(groups: Iterable[ParameterGroup], compressor: Given, inside: Given
     for group in groups:
         replicas, shards = (ranks if ranks and ranks.size() > 1 else None for ranks in (group.replicas, group.shards))
         if replicas is not None:
-            by_ranks[ranks_of(replicas)] = group.replicas_name, Level(replicas, compressor)
+            by_ranks[tuple(ranks_of(replicas))] = group.replicas_name, Level(replicas, compressor)
         if shards is not None and replicas is not None:
-            islands[ranks_of(shards)] = "inside", Level(shards, inside)
+            islands[tuple(ranks_of(shards))] = "inside", Level(shards, inside)
         elif shards is not None:
-            by_ranks[ranks_of(shards)] = group.shards_name, Level(shards, compressor)
+            by_ranks[tuple(ranks_of(shards))] = group.shards_name, Level(shards, compressor)
     if inside is None and (both := by_ranks.keys() & islands.keys()):
         raise BadInput(
             f"ranks {min(both)} shard some parameters with replicas on other ranks and some without, so that their "
@@ -515,11 +514,6 @@ def data_parallel_rank(group: ParameterGroup) -> int:
     return shard if group.replicas is None else group.replicas.rank() * size + shard
 
 
-def ranks_of(group: dist.ProcessGroup) -> tuple[int, ...]:
-    """Return the ranks of a group."""
-    return tuple(dist.get_process_group_ranks(group))
-
-
 def spanned(model: nn.Module, group: Group) -> Group:
     """Return the ranks of a model's mesh, those of tensor parallelism included, which have to step alike.
 
@@ -532,6 +526,6 @@ def spanned(model: nn.Module, group: Group) -> Group:
     ranks = sorted(mesh.mesh.flatten().tolist())
     if ranks == list(range(dist.get_world_size())):
         return None
-    if ranks == dist.get_process_group_ranks(group or dist.group.WORLD):
+    if ranks == ranks_of(group):
         return group
     return new_group(ranks, mesh.get_all_groups(), timeout=timeout_of(group))

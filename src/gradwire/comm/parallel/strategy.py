@@ -219,9 +219,7 @@ class Completeness:
         self._parameters = strategy.averaged(model)
         self._reduced: dict[str, int] = {}  # in this optimizer step, with the parameter's version at the time
         self._warned = False
-        stepped = weakref.WeakMethod(self._stepped)
-        hook = register_optimizer_step_post_hook(lambda *args: (call := stepped()) and call(*args))
-        weakref.finalize(self, hook.remove)
+        after_steps(self, self._stepped)
 
     @property
     def names(self) -> set[str]:
@@ -290,6 +288,13 @@ class Completeness:
     def _forget(self, _: object) -> None:
         """Let the parameters go with their model."""
         self._parameters, self._strategy = {}, None
+
+
+def after_steps(watcher: object, call: Callable[..., None]) -> None:
+    """Call a method of a watcher after the steps of all of torch's optimizers, as long as the watcher lives."""
+    method = weakref.WeakMethod(call)
+    hook = register_optimizer_step_post_hook(lambda *args: (held := method()) and held(*args))
+    weakref.finalize(watcher, hook.remove)
 
 
 def attach(wrapped: nn.Module, strategy: Strategy) -> None:

@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from gradwire.base.errors import RunFault
 from gradwire.base.units import plural
 from gradwire.comm.collectives import ops
-from gradwire.comm.collectives.ops import new_group
 from gradwire.comm.parallel.model import local, named_buffers, named_parameters
 from gradwire.comm.parallel.optimizers import Communicating
 from gradwire.comm.parallel.strategy import strategy_of
@@ -71,10 +70,9 @@ class SyncCheck:
 
 def meeting_group(group: ops.Group, patience_s: float) -> dist.ProcessGroup:
     """Return a gloo group of the same ranks for `barrier`; only gloo reports which ranks are missing."""
-    ranks = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
     # The other ranks use only the group's timeout; it is longer, so that rank 0 reports first.
     timeout = timedelta(seconds=2 * patience_s)
-    return new_group(ranks, [group], timeout=timeout, backend="gloo")
+    return ops.new_group(ops.ranks_of(group), [group], timeout=timeout, backend="gloo")
 
 
 def barrier(where: str, group: ops.Group, patience_s: float = PATIENCE_S) -> None:
@@ -113,7 +111,7 @@ def first_difference(model: nn.Module, optimizer: Optimizer | None = None, *, dr
 def difference_between(items: Sequence[tuple[str, Tensor]], group: ops.Group) -> str | None:
     """Describe the first difference between the ranks of a group, or return None; equal on all of them."""
     device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-    members = dist.get_process_group_ranks(group or dist.group.WORLD)
+    members = ops.ranks_of(group)
     words = [digest(name.encode()) ^ digest(data(tensor)) for name, tensor in items]
     # Only lists of one length can be stacked, so compare lengths first.
     for numbers, names in (([len(items)], ["the number of its tensors"]), (words, [name for name, _ in items])):

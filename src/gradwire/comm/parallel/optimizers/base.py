@@ -31,7 +31,7 @@ from gradwire.comm.collectives.reducer import check_options
 from gradwire.comm.compressors import as_compressor
 from gradwire.comm.compressors.base import Compressor
 from gradwire.comm.parallel.checks import check_agreement, check_gradients, parameters_of, warn_of_statistics
-from gradwire.comm.parallel.model import COMPILED, named_parameters
+from gradwire.comm.parallel.model import COMPILED, trainable
 from gradwire.comm.parallel.strategies.ddp import DDP
 from gradwire.comm.parallel.strategies.fsdp2 import groups_of
 from gradwire.comm.parallel.strategies.hsdp import HSDP
@@ -108,7 +108,7 @@ class Communicating(Optimizer):
                 f"{name} averages over the ranks itself, and gradients of this model are averaged already: wrap it "
                 f"with average=False."
             )
-        parameters = {name: p for name, p in named_parameters(model) if p.requires_grad}
+        parameters = trainable(model)
         grouped = {p for group in self.param_groups for p in group["params"] if p.requires_grad}
         if lacking := [name for name, p in parameters.items() if p not in grouped]:
             raise BadInput(f"{parameters_are(lacking)} in no parameter group: add them, or freeze them before wrap.")
@@ -264,10 +264,7 @@ class Communicating(Optimizer):
                 f"a {type(newest).__name__} was built for the model of this {type(self).__name__} afterwards, and both "
                 f"would move it: step the new one only, or delete it."
             )
-        changed = [
-            name for name, p in named_parameters(self.model) if p.requires_grad and self.parameters.get(name) is not p
-        ]
-        if changed:
+        if changed := [name for name, p in trainable(self.model).items() if self.parameters.get(name) is not p]:
             raise BadInput(
                 f"{parameters_are(changed)} unfrozen or replaced after {type(self).__name__} was built, which would "
                 f"never average them: wrap the model and build the optimizer again."

@@ -26,7 +26,7 @@ from gradwire.base.errors import BadInput, RunFault
 from gradwire.comm.collectives import Layout, Reducer
 from gradwire.comm.collectives.layout import Kind
 from gradwire.comm.collectives.meter import METER, Meter
-from gradwire.comm.collectives.ops import Group
+from gradwire.comm.collectives.ops import Group, ranks_of
 from gradwire.comm.collectives.parameters import ParameterGather, Replica
 from gradwire.comm.parallel.model import local, named_parameters, trainable
 from gradwire.comm.parallel.strategy import EndOfBackward, Strategy, in_backward
@@ -607,10 +607,9 @@ def check_sharded(wrapped: nn.Module, reducer: Reducer) -> None:
         levels = [ranks for ranks in (group.replicas, group.shards) if ranks is not None and ranks.size() > 1]
         if levels and reducer.over(levels[0]) is None:
             raise BadInput(
-                f"FSDP2 averages {name} over ranks {dist.get_process_group_ranks(levels[0])}, and the reducer over "
-                f"{dist.get_process_group_ranks(reducer.group or dist.group.WORLD)}: use gradwire.compress_gradients, "
-                f"which builds its reducer from the model's mesh, or pass Reducer the process group that the model was "
-                f"sharded with."
+                f"FSDP2 averages {name} over ranks {ranks_of(levels[0])}, and the reducer over "
+                f"{ranks_of(reducer.group)}: use gradwire.compress_gradients, which builds its reducer from the "
+                f"model's mesh, or pass Reducer the process group that the model was sharded with."
             )
         if group.reduce_scatter != "DefaultReduceScatter":
             raise BadInput(
