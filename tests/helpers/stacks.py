@@ -120,14 +120,6 @@ def split(model: nn.Module, mesh) -> nn.Module:
     return model
 
 
-def data_parallel(world: int) -> tuple[nn.Module, int]:
-    return DistributedDataParallel(net()), dist.get_rank()
-
-
-def flat(world: int) -> tuple[nn.Module, int]:
-    return sharded(net(), mesh_of(world, names="dp")), dist.get_rank()
-
-
 def hsdp(world: int, islands: int) -> tuple[nn.Module, int]:
     mesh = mesh_of(islands, world // islands, names="replicas shards")
     return sharded(net(), mesh), dist.get_rank()
