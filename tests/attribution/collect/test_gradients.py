@@ -965,6 +965,14 @@ def add_block(run):
     return path.with_name("ids-5.pkl")
 
 
+def lose_block(run):
+    path = run / "rank_1" / "dim64" / "ids-6.pkl"
+    path.unlink()
+    path.with_name("grads-6.pt").unlink()
+    path.with_name("meta-6.parquet").unlink()
+    return path
+
+
 def alter_block(run):
     return alter(store.part_names(run / "rank_1" / "dim64", 6), 1, 2, 0.5)
 
@@ -973,6 +981,12 @@ def block_of_another_rank(run):
     for name, other in zip(*(store.part_names(run / f"rank_{rank}/dim64", 4) for rank in range(2)), strict=True):
         shutil.copy(name, other)
     return run / "rank_1/dim64/grads-4.pt"
+
+
+def shorten_block(run):
+    names = store.part_names(run / "rank_1/dim64", 4)
+    store.write(names, store.read(names).take([0, 2]))
+    return names.rows.parent
 
 
 def plant_nan(run):
@@ -1055,6 +1069,13 @@ def unlisted_export(run):
     return path
 
 
+def unlisted_file(run):
+    path = run / "dim64" / "manifest.json"
+    listed = json.loads(path.read_text())["sha256"]
+    edit(path, sha256={name: listed[name] for name in listed if name != "all_meta.parquet"})
+    return run / "dim64" / "all_meta.parquet"
+
+
 def save_with_offset(run):
     """`torch.load` gives the right rows, and the numbers of the file begin with others."""
     path = run / "dim64" / "all_orig.pt"
@@ -1069,6 +1090,7 @@ FAULTS = {  # by the check that finds it
     edit_loss: "row i belongs to id i",
     alter_export: "the manifest matches",
     unlisted_export: "the manifest matches",
+    unlisted_file: "the manifest matches",
     save_with_offset: "files readable, counts equal, rows finite",
     another_models_ranks: "row i belongs to id i",
     swap_rank_ids: "ids are those of the rank's samples, in order",
@@ -1078,9 +1100,11 @@ FAULTS = {  # by the check that finds it
     break_pair: "files complete",
     plant_nan: "files readable, counts equal, rows finite",
     lose_rows_of_a_rank: "files complete",
+    lose_block: "files complete",
     add_block: "files complete",
     alter_block: "blocks have the rank's rows",
     block_of_another_rank: "blocks have the rank's rows",
+    shorten_block: "blocks have the rank's rows",
     swap_merged_ids_and_sign: "every id once, in data order",
     swap_merged_rows_and_bind_again: "every row comes from a rank",
     drop_row: "every id once, in data order",
@@ -1140,6 +1164,12 @@ def test_an_edited_provenance_is_not_that_of_the_rows(run, capsys, changes):
     assert "no row is of this collection" in printed
     assert cli.main(["grads", "aggregate", "--base_path", str(run), "--dim", "64"]) == 2
     assert "no row is of this collection" in capsys.readouterr().err
+
+
+def test_a_matrix_of_another_width_next_to_the_runs_is_found(run, capsys):
+    (run / "dim640").mkdir()
+    assert cli.main(["grads", "validate", "--output_dir", str(run)]) == 1
+    assert f"{run / 'dim640'} belongs to no rank or width of the collection" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ Of `row_file.py`, `store/store.py`.
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import struct
 
@@ -126,6 +127,16 @@ def test_a_forged_largest_magnitude_is_found(name):
     exact = row_types.build("float32", 64)
     found = least_deviation(codec.bounds(stored), exact.bounds(rows))
     assert found[0] < 1e-6 and found[1] > 1
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_rows_that_are_not_finite_stay_so(name):
+    codec = row_types.build(name, 64)
+    for number in (math.nan, math.inf):
+        rows = some_rows(64)
+        rows[1, 5] = number
+        finite = codec.decode(codec.encode(rows)).isfinite().all(dim=1).tolist()
+        assert finite == [True, False, True, True, True, True, True]
 
 
 # --- files

@@ -174,6 +174,12 @@ def test_a_schedule_is_read_from_yaml_and_json_alike():
     assert [schedule.at(step).num_bits for step in (0, 4, 5, 19, 20, 900)] == [2, 2, 8, 8, 4, 4]
 
 
+def test_a_cell_gives_back_the_mapping_it_was_read_from():
+    mapping = {"method": "int8", "block": 64, "dense_steps": 3, "exempt": {"max_ndim": 1}, "inside": {"method": "fp8"}}
+    mapping |= {"param_compress": "bf16"}
+    assert Cell.parse("mine", mapping).flat() == mapping
+
+
 @pytest.mark.parametrize(
     ("mapping", "words"),
     [
