@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from data_samples import values, write_corpus
 from world import Pool, Turns, World
 
+gc.disable()  # until all tests are imported
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asking for GPUs keeps no forked rank from using them
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # for the CUDA forms; it has to be chosen before triton is imported
@@ -28,6 +30,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> None:
     """Fork the ranks of `world` before the first test computes a gradient in this process."""
+    gc.freeze()  # what was imported stays: no collection, here or in a fork, looks at a million objects again
+    gc.enable()
     if session.config.option.collectonly or not any("world" in getattr(i, "fixturenames", ()) for i in session.items):
         return
     torch.set_num_threads(1)

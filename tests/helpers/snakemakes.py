@@ -5,6 +5,7 @@ As a script, this is that process.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import runpy
@@ -112,6 +113,7 @@ def serve() -> None:
     from snakemake.cli import get_argument_parser
 
     get_argument_parser()  # imports plug-ins
+    gc.freeze()  # a collection in a fork would copy the pages of all that was imported
     for line in sys.stdin:
         arguments, variables, output = json.loads(line)
         child = os.fork()

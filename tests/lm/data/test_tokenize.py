@@ -5,6 +5,7 @@ Of `shards.py`, `tokenize.py`, `tokenizer.py`, `writer.py`.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import itertools
 import json
@@ -181,6 +182,7 @@ def attempt(words: list[str], die_at: int | None = None, after: bool = False) ->
     if child := os.fork():
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     try:
+        gc.disable()  # a collection would copy the pages of all that the tests before have left
         os.fsync = lambda _: None  # a killed process loses nothing that it has handed to the kernel
         rename, calls = Path.replace, itertools.count(1)
 
