@@ -14,6 +14,7 @@ import os
 import shutil
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer
 
 from gradwire.base.errors import BadInput
-from gradwire.base.files import sha256_file
+from gradwire.base.files import lock, sha256_file
 from gradwire.cli import main
 from gradwire.lm.data import shards, tokenizer
 from gradwire.lm.data.corpus import documents
@@ -325,7 +326,16 @@ def test_a_tokenizer_with_an_unusable_configuration(case, corpus, output, tmp_pa
     assert main(tokenize_words(corpus, tmp_path / "out", tokenizer=folder)) == 2
     printed = capsys.readouterr().err
     assert words in printed and "tokenizer_config.json" in printed and printed.count("\n") == 1 and len(printed) < 400
-    assert [file.name for file in (tmp_path / "out").iterdir()] == ["tokenize.failed.json"]
+    assert {file.name for file in (tmp_path / "out").iterdir()} - {".lock"} == {"tokenize.failed.json"}
+
+
+def test_a_run_waits_for_another_one_in_its_folder(corpus, output, tmp_path):
+    words = tokenize_words(corpus, tmp_path / "out", tokenizer=output / "tokenizer")
+    with ThreadPoolExecutor(1) as other, lock(tmp_path / "out" / ".lock"):
+        code = other.submit(main, words)
+        time.sleep(0.5)
+        assert not code.done() and not (tmp_path / "out" / "shards").exists()
+    assert code.result() == 0
 
 
 def test_a_tokenizer_that_knows_no_token(corpus, output, tmp_path, capsys):

@@ -114,26 +114,27 @@ def tokenize(
 
     check_shard(max_length, shard_size)
     tokenizer_folder, shards = output_dir / "tokenizer", output_dir / "shards"
-    kept = tokenizer_folder.exists()
-    try:
-        ready = tokenizers.prepare(tokenizer, tokenizer_folder, data_path, vocab_size, skip_invalid)
-        if tokenizer_only:
-            return
-        settings = {
-            "dataset": dataset,
-            "dataset_digest": corpus.sha256(data_path),
-            "tokenizer_digest": sha256_file(tokenizer_folder / tokenizers.TOKENIZER),
-            "max_length": max_length,
-            "shard_size": shard_size,
-            "val_fraction": val_fraction,
-            "skip_invalid": skip_invalid,
-            "source": source(),
-        }
-        write_shards(shards, data_path, ready, chats.chosen(chat_format, ready.template), settings, restart)
-    except BadInput:
-        if not kept:
-            shutil.rmtree(tokenizer_folder, ignore_errors=True)
-        raise
+    with locked(output_dir):
+        kept = tokenizer_folder.exists()
+        try:
+            ready = tokenizers.prepare(tokenizer, tokenizer_folder, data_path, vocab_size, skip_invalid)
+            if tokenizer_only:
+                return
+            settings = {
+                "dataset": dataset,
+                "dataset_digest": corpus.sha256(data_path),
+                "tokenizer_digest": sha256_file(tokenizer_folder / tokenizers.TOKENIZER),
+                "max_length": max_length,
+                "shard_size": shard_size,
+                "val_fraction": val_fraction,
+                "skip_invalid": skip_invalid,
+                "source": source(),
+            }
+            write_shards(shards, data_path, ready, chats.chosen(chat_format, ready.template), settings, restart)
+        except BadInput:
+            if not kept:
+                shutil.rmtree(tokenizer_folder, ignore_errors=True)
+            raise
 
 
 def shards_of(
@@ -192,19 +193,18 @@ def shards_of(
         cache_dir = cache_dir / ALL
     if rank == 0:
         check_folder(cache_dir, "the cache of a corpus file's shards (--cache_dir)")
-        with locked(cache_dir):
-            tokenize(
-                data_path,
-                cache_dir,
-                tokenizer=tokenizer,
-                vocab_size=vocab_size,
-                max_length=max_length,
-                shard_size=SHARD_SIZE,
-                val_fraction=val_fraction,
-                dataset=data_path.stem,
-                chat_format=chat_format,
-                skip_invalid=skip_invalid,
-            )
+        tokenize(
+            data_path,
+            cache_dir,
+            tokenizer=tokenizer,
+            vocab_size=vocab_size,
+            max_length=max_length,
+            shard_size=SHARD_SIZE,
+            val_fraction=val_fraction,
+            dataset=data_path.stem,
+            chat_format=chat_format,
+            skip_invalid=skip_invalid,
+        )
     wait_finalized(cache_dir / "shards", timeout)
     return cache_dir / "shards"
 
