@@ -551,7 +551,7 @@ BAD = {
     "no object": (["--comm_config_json", "[1]"], ["JSON object", "[1]"]),
     "no JSON": (["--comm_config_json", "{block}"], ["not valid JSON", "{block}"]),
     "out of range": (["--batch_size", "0"], ["batch_size", "must be at least 1"]),
-    "too few samples": (["--batch_size", "100000"], ["training split has", "100000"]),
+    "too few samples": (["--batch_size", "100000"], ["train has", "too few for one batch of 100000"]),
     "no data": (["--data_path", "nowhere"], ["nowhere"]),
     "shorter samples": (["--max_length", "16"], ["samples of up to 24 tokens, not 16"]),
     "no GPU": (["--device", "cuda"], ["no CUDA device"]),

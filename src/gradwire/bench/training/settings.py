@@ -213,19 +213,6 @@ def settings_of(options: Options) -> Settings:
     return Settings(training=training, cell=cell, **{name: getattr(options, name) for name in taken})
 
 
-def check_enough_data(n_samples: int, batch_size: int, world_size: int) -> None:
-    """Check that the training split has a batch for every rank.
-
-    Raises:
-        BadInput: If there is less than one batch per rank.
-    """
-    if n_samples < batch_size * world_size:
-        raise BadInput(
-            f"the training split has {n_samples} samples, but {world_size} ranks of --batch_size {batch_size} need "
-            f"{batch_size * world_size} for one step; use more data, fewer ranks or a smaller batch."
-        )
-
-
 def check_run_folder(folder: Path, identity: str) -> None:
     """Check that the run folder does not hold a finished run of another configuration.
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from gradwire.base.errors import BadInput
 from gradwire.base.rank_env import rank_options, ranks_here
-from gradwire.bench.training.settings import Options, check_enough_data, check_run_folder, settings_of
+from gradwire.bench.training.settings import Options, check_run_folder, settings_of
 
 if TYPE_CHECKING:
     from gradwire.bench.training.step import Preemption
@@ -40,7 +40,7 @@ def preflight(options: Options) -> None:
     """
     from gradwire.bench.training.objective import guarantee
     from gradwire.comm.collectives import world
-    from gradwire.lm.data import shards
+    from gradwire.lm.data import batches, shards
     from gradwire.lm.models import causal
 
     check_one_process(options, options.world_size or 1)
@@ -54,7 +54,7 @@ def preflight(options: Options) -> None:
     shards.check(folder)
     split = shards.Shards(folder, "train")
     causal.check(settings.model, split.meta["vocab_size"], split.meta["max_length"])
-    check_enough_data(len(split), training.batch_size, world_size)
+    batches.check_enough(split, training.batch_size, world_size)
     if training.private:
         guarantee(training, settings.cell, len(split), world_size)
     check_run_folder(settings.output_dir, settings.identity(world_size, split.digest))
@@ -115,7 +115,6 @@ def take_part(options: Options, world: World, asked: Preemption) -> None:
     settings = settings_of(options).shared_out(world.world_size, link_name())
     folder = shards_folder(options, world.rank)
     splits = Shards(folder, "train"), Shards(folder, "val")
-    check_enough_data(len(splits[0]), settings.training.batch_size, world.world_size)
     identity = settings.identity(world.world_size, splits[0].digest)
     model, optimizer, outcome = train(settings, splits, world, identity, asked)
     record = results.write(settings, identity, splits, world, model, optimizer, outcome)

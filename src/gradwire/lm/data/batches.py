@@ -83,14 +83,23 @@ def train_batches(shards: Shards, batch_size: int, rank: int, world: int, seed: 
         start: Number of batches to skip, without reading them: those this rank has already consumed.
 
     Raises:
-        BadInput: If an epoch has less than one full batch per rank.
+        BadInput: As `check_enough`.
+    """
+    check_enough(shards, batch_size, world)
+    return _train_batches(shards, batch_size, rank, world, seed, start)
+
+
+def check_enough(shards: Shards, batch_size: int, world: int) -> None:
+    """Check that a split has a full batch for every rank.
+
+    Raises:
+        BadInput: If it does not.
     """
     if len(shards) < batch_size * world:
         raise BadInput(
             f"{shards.folder} has {len(shards)} samples, too few for one batch of {batch_size} on each of {world} "
             "ranks; use a larger corpus, a smaller --batch_size or a smaller --world_size."
         )
-    return _train_batches(shards, batch_size, rank, world, seed, start)
 
 
 def _train_batches(shards: Shards, batch_size: int, rank: int, world: int, seed: int, start: int) -> Iterator[Batch]:
