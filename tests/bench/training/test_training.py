@@ -6,6 +6,7 @@ Of `build.py`, `loop.py`, `training/results.py`, `settings.py`, `training/step.p
 
 import json
 import math
+import os
 import shutil
 from pathlib import Path
 
@@ -20,7 +21,9 @@ from small_runs import losses, parsed, run, weights, words
 
 from gradwire import cli
 from gradwire.base.errors import BadInput
+from gradwire.base.files import lock
 from gradwire.bench.config import Run, Training
+from gradwire.bench.launch.ranks import places
 from gradwire.bench.report.rows.runs import result
 from gradwire.bench.training import build, totals, train
 from gradwire.bench.training import settings as run_settings
@@ -586,12 +589,23 @@ def test_bad_input_is_one_message_and_leaves_nothing(case, shards, tmp_path, cap
     assert json.loads((folder / "train.failed.json").read_text())["exit_code"] == 2
 
 
-def test_a_folder_of_another_configuration_is_refused_and_kept(done, shards, capsys):
+@pytest.mark.parametrize("by_torchrun", [False, True])
+def test_a_folder_of_another_configuration_is_refused_and_kept(done, shards, by_torchrun, monkeypatch, capsys):
     folder = done[0]
+    for name, value in places(1, "127.0.0.1", 0)[0].items() if by_torchrun else ():
+        monkeypatch.setenv(name, value)
     before = (folder / "record.json").read_bytes()
     assert cli.main(["train", *words(shards, folder, lr=0.5)]) == 2
     assert "another configuration" in capsys.readouterr().err
     assert (folder / "record.json").read_bytes() == before
+
+
+def test_two_runs_do_not_share_a_folder(shards, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(train, "GRACE", 0.0)
+    with lock(tmp_path / ".lock"):
+        assert cli.main(["train", *words(shards, tmp_path)]) == 2
+    assert f"{tmp_path} is in use by another process ({os.getpid()})" in capsys.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} == {".lock", "train.failed.json"}
 
 
 def test_a_shard_with_a_wrong_checksum_is_refused(shards, tmp_path, capsys):

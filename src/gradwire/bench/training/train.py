@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gradwire.base.errors import BadInput
+from gradwire.base.files import lock
+from gradwire.base.parent_watch import GRACE
 from gradwire.base.rank_env import rank_options, ranks_here
 from gradwire.bench.training.settings import Options, check_run_folder, settings_of
 
@@ -23,6 +28,8 @@ PRELOAD = (
     "transformers.models.gpt2.modeling_gpt2",
 )
 """Modules that each rank imports and that are slow to import."""
+
+POLL = 0.1  # seconds between attempts to lock the run's folder
 
 
 def output_dir(options: Options) -> Path:
@@ -84,12 +91,37 @@ def main(options: Options) -> None:
     from gradwire.bench.training.step import preemption
     from gradwire.comm.collectives.world import process_group, simulated_world
 
-    with process_group(**rank_options(options)) as world, preemption() as asked:
+    group = rank_options(options)
+    with locked(options.output_dir, group["here"].rank), process_group(**group) as world, preemption() as asked:
         check_one_process(options, world.world_size)
         if options.simulated_ranks is None:
             take_part(options, world, asked)
         else:
             simulated_world(options.simulated_ranks, world.device, lambda rank: take_part(options, rank, asked))
+
+
+@contextmanager
+def locked(folder: Path, rank: int) -> Iterator[None]:
+    """Lock the run's folder on rank 0, so that no other run writes there.
+
+    The ranks of a killed launcher have ``GRACE`` seconds to save a checkpoint and exit, so as long it waits for them.
+
+    Raises:
+        BadInput: If another run goes on there.
+    """
+    if rank:
+        yield
+        return
+    started, held = time.monotonic(), None
+    while held is None:
+        try:
+            held = lock(folder / ".lock")
+        except BadInput:
+            if time.monotonic() - started > GRACE:
+                raise
+            time.sleep(POLL)
+    with held:
+        yield
 
 
 def check_one_process(options: Options, processes: int) -> None:
@@ -116,6 +148,7 @@ def take_part(options: Options, world: World, asked: Preemption) -> None:
     folder = shards_folder(options, world.rank)
     splits = Shards(folder, "train"), Shards(folder, "val")
     identity = settings.identity(world.world_size, splits[0].digest)
+    check_run_folder(settings.output_dir, identity)  # torchrun starts ranks without a preflight
     model, optimizer, outcome = train(settings, splits, world, identity, asked)
     record = results.write(settings, identity, splits, world, model, optimizer, outcome)
     if record is not None:
