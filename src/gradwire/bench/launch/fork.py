@@ -147,6 +147,8 @@ def main(end: socket.socket, modules: Sequence[str]) -> None:
 def _import(modules: Sequence[str]) -> None:
     for module in modules:
         importlib.import_module(module)
+    if "numba" in sys.modules:
+        sys.modules["numba"].njit("void()")(lambda: None)  # the first compilation imports for half a second
     gc.freeze()  # a collection in a fork would copy the pages of all objects
 
 

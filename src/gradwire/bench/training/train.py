@@ -22,8 +22,10 @@ if TYPE_CHECKING:
 PRELOAD = (
     "gradwire.bench.training.loop",
     "gradwire.bench.training.results",
+    "gradwire.lm.data.tokenizer",
     "numba",
     "pandas",
+    "pyarrow.parquet",
     "torch.utils.tensorboard",
     "transformers.models.gpt2.modeling_gpt2",
 )
