@@ -2,8 +2,8 @@
 
 Each cell of ``bench_overlap.py`` takes steps with overlapped reductions, in turn with a model that does not
 communicate, whose gradients say when they are ready. The table has the floor of each cell, as ``overlap.md`` defines
-it, and its step over the floor. Times are in ms; encoding, decoding, transfer and what is exposed of the communication
-are means of profiled steps.
+it, and its step over the floor. Times are in ms; coding is a mean of these steps, transfer and what is exposed of the
+communication are means of profiled ones.
 """
 
 from __future__ import annotations
@@ -123,50 +123,53 @@ def bytes_of(model: torch.nn.Module, strategy: str, cell: str, world: int) -> tu
     return {name: of(shape) for name, shape in shapes.items()}, gathered / world
 
 
+def coded(variant: Variant) -> float:
+    """Seconds of a variant's encodings and decodings so far."""
+    assert variant.reducer is not None
+    return sum(variant.reducer.meter.totals[op, "codec"].seconds for op in ("encode", "decode"))
+
+
 def measure(world: World, args: argparse.Namespace, strategy: str) -> None:
     """Take steps of a strategy's cells, in turn with the model alone; rank 0 keeps the rows."""
     alone, cells = Alone(args), {cell: Variant(args, strategy, cell, True) for cell in args.cells}
     variants: list[Any] = [alone, *cells.values()]
     order, times, ready = random.Random(strategy), list[list[float]](), list[list[float]]()
     for number in range(args.warmup + args.rounds):
+        if number == args.warmup:
+            before = [coded(variant) for variant in cells.values()]
         seconds = [0.0] * len(variants)
         for i in order.sample(range(len(variants)), len(variants)):
             seconds[i] = variants[i].step()
         if number >= args.warmup:
             times.append(seconds)
             ready.append([*alone.ready.values()])
+    codecs = [(coded(variant) - start) / args.rounds for variant, start in zip(cells.values(), before, strict=True)]
+    coding = np.array(ops.gather_objects(codecs)).mean(0)
     steps = np.array(ops.gather_objects(times)).max(0)  # of the slowest rank
     when = np.median(np.array(ops.gather_objects(ready)).max(0), 0)
     gradients = dict(zip(alone.ready, map(float, when), strict=True))
+    rest, rate = float(np.median(steps[:, 0])) - max(gradients.values()), link_rate(args.links[0])
     for number, (cell, variant) in enumerate(cells.items(), start=1):
         folder = Path(args.folder) / args.links[0] / f"{strategy}-{cell}"
         variant.profiled(folder, world.rank, args.profile_steps)
         dist.barrier()
         if world.rank == 0:
             sent, gathered = bytes_of(alone.model, strategy, cell, world.world_size)
-            measured = row_of(steps[:, (0, number)], trace.profile(folder), gradients, sent, gathered, args)
-            on_links.add(args, [args.links[0], strategy, cell, *measured])
+            after = rest / (world.world_size if gathered else 1)  # an optimizer of shards has those of its rank
+            floor = max(least(gradients, sent, gathered, (float(coding[number - 1]), after), rate))
+            sending = 8 * HEADERS * (sum(sent.values()) + gathered) / rate
+            known = np.median(steps[:, 0]), coding[number - 1], sending, floor
+            shown = row_of(steps[:, number], [float(each) for each in known], trace.profile(folder))
+            on_links.add(args, [args.links[0], strategy, cell, *shown])
 
 
-def row_of(
-    steps: Any,
-    profile: Mapping[str, Any],
-    ready: Mapping[str, float],
-    sent: Mapping[str, float],
-    gathered: float,
-    args: argparse.Namespace,
-) -> list[Any]:
-    """A cell's row, from the steps of the model alone and its own."""
-    alone, step = map(float, np.median(steps, 0))
-    coding = sum(profile[f"{name}_ms_per_step"] for name in ("encode", "decode")) / 1e3
-    rest = (alone - max(ready.values())) / (args.world_size if gathered else 1)  # the optimizer has its shards alone
-    rate = link_rate(args.links[0])
-    floor = max(least(ready, sent, gathered, (coding, rest), rate))
-    draws = np.random.default_rng(0).choice(steps[:, 1], (2000, len(steps)))
+def row_of(steps: Any, known: Sequence[float], profile: Mapping[str, Any]) -> list[Any]:
+    """A cell's numbers: what is known of its step, the floor last, the step itself, and what its profile has."""
+    step = float(np.median(steps))
+    draws = np.random.default_rng(0).choice(steps, (2000, len(steps)))
     low, high = 1e3 * np.percentile(np.median(draws, 1), (2.5, 97.5))
-    sending = 8 * HEADERS * (sum(sent.values()) + gathered) / rate
-    times = [1e3 * each for each in (alone, coding, sending, floor, step)]
-    shown = [f"{low:.1f} to {high:.1f}", step / floor]
+    times = [1e3 * each for each in (*known, step)]
+    shown = [f"{low:.1f} to {high:.1f}", step / known[-1]]
     return [*times, *shown, profile["transfer_ms_per_step"], profile["exposed_comm_ms"]]
 
 
