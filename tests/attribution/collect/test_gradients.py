@@ -759,6 +759,12 @@ def test_a_digest_covers_the_collection_the_metadata_as_json_and_the_row():
     assert store.row_digests(MERGED.identity, block.meta[:0], rows[:0]) == []
 
 
+def test_the_identity_covers_all_of_a_provenance_but_places():
+    for name in provenance.Provenance.model_fields:
+        changed = MERGED.model_copy(update={name: "another"})
+        assert (changed.identity == MERGED.identity) == (name in provenance.PLACES), name
+
+
 def test_merging_orders_by_the_data_and_checks_duplicates(tmp_path, monkeypatch):
     rows = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
 

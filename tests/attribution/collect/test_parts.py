@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from changed_store import collected_by, copied, edit
+from changed_store import collected_by
 from data_samples import tokenize_words, write_corpus
 from diagonals import swept
 from test_targets import DOCUMENTS, LENGTH, by_hand, load
@@ -312,13 +312,3 @@ def test_projections_without_parts_are_refused(made, tmp_path, capsys, projectio
     error = capsys.readouterr().err
     assert f"--rows module has no --projection {projection}: use rademacher, factored." in error
     assert not any((tmp_path / "run").glob("rank_*"))
-
-
-@pytest.mark.parametrize("unit", ["token", "module"])
-def test_what_rows_are_of_is_part_of_their_digest(made, stores, modules, tmp_path, capsys, unit):
-    run = copied((stores if unit == "token" else modules)[0].parent, tmp_path / "run")
-    named = json.loads((run / "collect.json").read_text())["modules"]
-    changes = {"token": {"row_of": "sample", "samples": 9}, "module": {"modules": [*named[1::-1], *named[2:]]}}
-    edit(run / "collect.json", **changes[unit])
-    assert cli.main(["grads", "validate", "--output_dir", str(run)]) == 1
-    assert "no row is of this collection" in capsys.readouterr().err
