@@ -66,11 +66,13 @@ def main(folder: Path, counts: list[int], discard: list[str]) -> None:
             ["aggregate", "--base_path", run, "--dim", dim, *discard],
             ["validate", "--output_dir", run],
             ["query", "--store", f"{run}/dim{dim}", "--sample_id", "d7"],
+            ["query", "--store", f"{run}/dim{dim}", "--prompt", "gradient of a wire", "--device", "cpu"],
         ):
             memory, seconds = measured(words)
             disk = sum(file.stat().st_blocks * 512 for file in Path(run).rglob("*") if file.is_file())
             share = disk / (4 * DIM * count)
-            print(f"| {count:,} | {words[0]} | {memory:.0f} | {seconds:.1f} | {share:.3f} |", file=sys.stderr)
+            name = " ".join([words[0], *(word for word in words if word in ("--sample_id", "--prompt"))])
+            print(f"| {count:,} | {name} | {memory:.0f} | {seconds:.1f} | {share:.3f} |", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -349,7 +349,7 @@ def test_data_without_any_target_is_refused(tmp_path, capsys):
 
 def test_damaged_targets_are_refused(made, tmp_path):
     opened = Shards(made[1], "train")
-    table = dict(shards.table(opened.folder, opened.meta, 0))
+    table = torch.load(opened.folder / "shard-00000.pt")
     for wrong in (table["is_target"][:, 1:], table["is_target"].int()):
         torch.save({**table, "is_target": wrong.clone()}, tmp_path / "shard-00000.pt")
         with pytest.raises(shards.BadInput, match="is_target is not a bool matrix"):

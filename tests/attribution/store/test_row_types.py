@@ -1,6 +1,6 @@
 """Row types against NumPy, and the store, its validation and its readers with each of them.
 
-Of `row_file.py`, `store/store.py`.
+Of `row_file.py`, `scaled_rows.py`, `store/store.py`.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from diagonals import diagonals
 from small_model import origin
 
 from gradwire import cli
-from gradwire.attribution.store import provenance, row_types, store
+from gradwire.attribution.store import provenance, store
 from gradwire.attribution.store.merge import merge
 from gradwire.attribution.store.row_file import BoundRows, RowFile
-from gradwire.attribution.store.row_types import HEADER, least_deviation
+from gradwire.attribution.store.row_types import least_deviation
+from gradwire.attribution.store.scaled_rows import HEADER, SCALED
 from gradwire.base.errors import BadInput, CheckFailed
 from gradwire.base.files import sha256_file
 
-TYPES = tuple(row_types.CODECS)
+TYPES = ("float32", *SCALED)
 SCALED = TYPES[1:]
 SAMPLES, DIM, INTERVAL = 11, 64, 4
 
@@ -66,7 +67,7 @@ def by_numpy(name, row):
 @pytest.mark.parametrize("dim", [1, 2, 64, 37])
 @pytest.mark.parametrize("name", SCALED)
 def test_rows_are_written_by_the_formulas(name, dim):
-    rows, codec = some_rows(dim), row_types.build(name, dim)
+    rows, codec = some_rows(dim), store.codec_of(name, dim)
     stored = codec.encode(rows)
     assert stored.shape == (7, codec.row_bytes) and stored.dtype == torch.uint8
     bits = {"float16": 16, "int8": 8, "int4": 4, "onebit": 1}[name]
@@ -82,7 +83,7 @@ def test_rows_are_written_by_the_formulas(name, dim):
 
 @pytest.mark.parametrize("name", TYPES)
 def test_norms_are_kept_and_bounds_hold_the_row(name):
-    rows, codec = some_rows(333), row_types.build(name, 333)
+    rows, codec = some_rows(333), store.codec_of(name, 333)
     stored = codec.encode(rows)
     norms = rows.double().norm(dim=1)
     torch.testing.assert_close(codec.decode(stored).double().norm(dim=1), norms, rtol=3e-7, atol=0)
@@ -100,7 +101,7 @@ def test_norms_are_kept_and_bounds_hold_the_row(name):
 def test_the_least_deviation_never_exceeds_the_true_one_and_finds_other_rows(name, other):
     """Rows that differ by rounding, in one entry, or in length agree; other rows do not."""
     rows = some_rows(501)[:3]
-    one, two = (row_types.build(kind, 501) for kind in (name, other))
+    one, two = (store.codec_of(kind, 501) for kind in (name, other))
 
     def deviations(changed):
         true = (rows - changed).double().norm(dim=1) / torch.maximum(rows.norm(dim=1), changed.norm(dim=1)).double()
@@ -121,10 +122,10 @@ def test_the_least_deviation_never_exceeds_the_true_one_and_finds_other_rows(nam
 @pytest.mark.parametrize("name", SCALED)
 def test_a_forged_largest_magnitude_is_found(name):
     """It would widen the intervals until any row fits."""
-    rows, codec = some_rows(64)[:2], row_types.build(name, 64)
+    rows, codec = some_rows(64)[:2], store.codec_of(name, 64)
     stored = codec.encode(rows)
     stored[1, 4:HEADER] = codec.encode(8 * rows)[1, 4:HEADER]
-    exact = row_types.build("float32", 64)
+    exact = store.codec_of("float32", 64)
     found = least_deviation(codec.bounds(stored), exact.bounds(rows))
     assert found[0] < 1e-6 and found[1] > 1
 
@@ -155,14 +156,14 @@ def made_of(name, dim):
 def test_files_are_read_as_float32_whole_or_in_part(tmp_path, name):
     rows, names = some_rows(37), store.all_names(tmp_path)
     store.write(names, block_of(name, rows, list("abcdefg")))
-    codec = row_types.build(name, 37)
+    codec = store.codec_of(name, 37)
     decoded = codec.decode(codec.encode(rows))
     assert torch.equal(store.read(names).rows, decoded) and torch.equal(store.read_rows(names.rows), decoded)
     file = RowFile(names.rows)
     assert file.shape == (7, 37)
     np.testing.assert_array_equal(file.read(2, 5), decoded[2:5])
     np.testing.assert_array_equal(file.take([6, 0, 6]), decoded[[6, 0, 6]])
-    np.testing.assert_array_equal(np.concatenate(list(file.chunks(3))), decoded)
+    np.testing.assert_array_equal(np.concatenate([block.copy() for block in file.chunks(3)]), decoded)
     assert names.rows.stat().st_size < 7 * codec.row_bytes + 3000
     if name in SCALED:
         found = torch.load(names.rows, weights_only=True)
@@ -188,7 +189,7 @@ def test_files_are_read_as_float32_whole_or_in_part(tmp_path, name):
 )
 def test_a_file_that_names_a_wrong_type_is_refused(tmp_path, change, message):
     path = tmp_path / "rows.pt"
-    right = {"type": "int8", "dim": 37, "rows": row_types.build("int8", 37).encode(some_rows(37))}
+    right = {"type": "int8", "dim": 37, "rows": store.codec_of("int8", 37).encode(some_rows(37))}
     torch.save(right, path)
     assert RowFile(path).shape == (7, 37)
     torch.save({**right, **change}, path)
@@ -209,7 +210,7 @@ def test_merging_keeps_bytes_and_compares_what_two_ranks_computed(tmp_path, name
     first = source("0", ["a", "c", "e"], rows[[0, 2, 4]])
     second = source("1", ["b", "d", "a"], torch.stack([rows[1], rows[3], again]))
     result = merge([first, second], list("abcde"), 1e-4)
-    stored = row_types.build(name, 37).encode(rows)
+    stored = store.codec_of(name, 37).encode(rows)
     assert torch.equal(torch.from_numpy(np.concatenate(list(result.chunks()))), stored)
     assert result.duplicates == 1 and result.deviation <= 2e-5
     for number, other in enumerate((rows[0] * 1.01, rows[1])):
@@ -376,7 +377,7 @@ def another_type(run):
     """The same numbers as another type, bound and signed."""
     names = store.all_names(run / f"dim{DIM}")
     block = store.read(names)
-    codec = row_types.build("int8" if block.codec.name != "int8" else "int4", DIM)
+    codec = store.codec_of("int8" if block.codec.name != "int8" else "int4", DIM)
     store.write(names, block._replace(codec=codec, stored=codec.encode(block.rows)))
     sign(run / f"dim{DIM}")
     return names.rows

@@ -1,4 +1,7 @@
-"""Batches: every evaluated sample exactly once, training ranks disjoint and resumable, ids that travel along."""
+"""Batches: every evaluated sample exactly once, training ranks disjoint and resumable, ids that travel along.
+
+Also `prefetch.py`.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,9 @@ import torch
 from data_samples import tokenize_words, values, write_corpus
 
 from gradwire.base.errors import BadInput, RunFault
+from gradwire.base.prefetch import prefetch
 from gradwire.cli import main
-from gradwire.lm.data.batches import eval_batches, prefetch, train_batches
+from gradwire.lm.data.batches import eval_batches, train_batches
 from gradwire.lm.data.shards import Shards, wait_finalized
 from gradwire.lm.data.tokenize import shards_of
 

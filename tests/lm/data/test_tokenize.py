@@ -401,7 +401,7 @@ def first(values, value):
             "input_ids is not an int16 or int32 matrix of 7 × 16",
         ),
         (changed("input_ids", lambda tokens: tokens[:, 1:]), "input_ids is not an int16 or int32 matrix of 7 × 16"),
-        (changed("input_ids", lambda tokens: tokens.int().to_sparse()), "input_ids is not an int16 or int32 matrix"),
+        (changed("input_ids", lambda tokens: tokens.int().to_sparse()), "it refers to .*sparse_tensor"),
         (changed("input_ids", lambda tokens: first(tokens, 300)), "a token 300, outside 0 to 299"),
         (changed("input_ids", lambda tokens: first(tokens, -1)), "a token -1, outside 0 to 299"),
         (changed("sample_ids", lambda ids: ids[1:]), "sample_ids is not a list of 7 strings"),
@@ -420,7 +420,7 @@ def test_a_shard_that_is_not_as_its_meta_says_is_refused_when_it_is_opened(outpu
     split = Shards(folder, "train")
     assert split[6].sample_id
     for read in (lambda: split[7], lambda: shards.check(folder)):
-        with pytest.raises(BadInput, match=f"train/shard-00001.pt is unusable: .*{message}"):
+        with pytest.raises(BadInput, match=f"train/shard-00001.pt is (unusable:|damaged) .*{message}"):
             read()
 
 

@@ -239,7 +239,7 @@ def collect(
             blocks = maker.blocks(shards, order[start:end])
             for dim in missing:
                 store.write(names[dim], blocks[dim])
-    ids = [row_id for position in sampler_indices for row_id in intended.row_ids(shards[position].sample_id)]
+    ids = [row_id for position in sampler_indices for row_id in intended.row_ids(shards.sample_id(position))]
     for dim in intended.dims:
         merge.join(collection, world.rank, dim, ids, intended, discard=options.discard_parts)
 

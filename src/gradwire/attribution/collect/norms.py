@@ -119,7 +119,7 @@ def collect(shards: Shards, options: Options, world: World) -> list[dict[str, An
         metadata |= {id_: (loss, valid) for id_, loss, valid in samples if id_}
     for of_rank in ops.gather_objects(metadata):
         metadata |= of_rank
-    ids = [shards[position].sample_id for position in range(count)]
+    ids = [shards.sample_id(position) for position in range(count)]
     return [_row(id_, squares[id_], *metadata[id_]) for id_ in ids]
 
 

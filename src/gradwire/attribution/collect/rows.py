@@ -44,7 +44,6 @@ from gradwire.attribution.store.provenance import Provenance
 from gradwire.attribution.store.store import COLUMNS, Block
 from gradwire.base.errors import BadInput, NonFiniteGradient, RunFault
 from gradwire.base.units import amount
-from gradwire.comm import parallel
 from gradwire.comm.collectives import ops
 from gradwire.comm.collectives.world import World
 from gradwire.lm.data.batches import Batch, collate
@@ -139,7 +138,12 @@ class RowMaker:
         if gradient_checkpointing:
             causal.checkpoint_blocks(model)
         sharded = provenance.strategy == "fsdp2" and world is not None
-        model = parallel.wrap(model, "fsdp2", device=device) if sharded else model.to(device)
+        if sharded:
+            from gradwire.comm import parallel
+
+            model = parallel.wrap(model, "fsdp2", device=device)
+        else:
+            model = model.to(device)
         return cls(model, provenance, device, kind, batch_size, sharded)
 
     @property

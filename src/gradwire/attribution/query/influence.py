@@ -241,7 +241,7 @@ def weighted(
     at_once = min(block_rows(train.rows.shape[1]) for train, _ in pairs)
     scores = []
     for train, validation in pairs:
-        solve = solver(RowFile(train.rows.names.rows), damping)
+        solve = solver(RowFile(train.rows.path), damping)
         against = target(validation.rows, metric, groups, solve)
         scores.append(similarities(train.rows, against, metric, solve, at_once))
     for blocks in zip(*scores, strict=True):

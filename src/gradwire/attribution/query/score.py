@@ -116,7 +116,7 @@ def settings_of(options: Options, train: Provenance, queries: Provenance, asked:
         "samples": train.model_dump(exclude={"dims"}),
         "queries": queries.model_dump(exclude={"dims"}),
         "metric": options.metric,
-        "columns": [asked[position].sample_id for position in range(queries.samples)],
+        "columns": [asked.sample_id(position) for position in range(queries.samples)],
     }
 
 
@@ -279,7 +279,7 @@ def join(folder: Path, train: Provenance, shards: Shards, columns: int) -> None:
                 matrix[order[start:end]] = np.load(part(folder, rank, end), allow_pickle=False)
         matrix.flush()
         means = matrix.mean(1, dtype=np.float64)[:, None]
-    ids = [shards[position].sample_id for position in range(train.samples)]
+    ids = [shards.sample_id(position) for position in range(train.samples)]
     write_scores(folder / SCORES, ids, [], means)
     for rank in range(train.world_size):
         shutil.rmtree(folder / f"rank_{rank}")

@@ -84,7 +84,7 @@ def nearest(
     Raises:
         BadInput: If a row found is not what was collected for its id.
     """
-    stored = RowFile(searched.rows.names.rows)
+    stored = RowFile(searched.rows.path)
     among = possible(stored, against, metric, count) if solve is identity else None
     rows = stored if among is None else searched.rows.take(among)
     scores = scored(rows, against, metric, solve)
@@ -115,7 +115,7 @@ def possible(rows: RowFile, against: NDArray[np.float64], metric: str, count: in
     done = 0
     for block in rows.chunks(block_rows(rows.shape[1])):
         part = slice(done, done + len(block))
-        scores[part], squares[part] = (block @ directions.T).max(1), np.einsum("ij,ij->i", block, block)
+        scores[part], squares[part] = (block @ directions.T).max(1), np.vecdot(block, block)
         done += len(block)
     norms = np.sqrt(squares.astype(np.float64))
     sized = (squares > LEAST) & np.isfinite(squares) & np.isfinite(scores)

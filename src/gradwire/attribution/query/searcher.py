@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from gradwire.attribution.options import number_of
@@ -24,7 +23,6 @@ from gradwire.attribution.store.samples import samples
 from gradwire.attribution.store.store import document
 from gradwire.base.errors import BadInput
 from gradwire.base.units import amount
-from gradwire.comm.collectives import world
 from gradwire.lm.data import ChatFormat, tokenize, tokenizer
 from gradwire.lm.data import corpus as corpora
 from gradwire.lm.data.chats import kind
@@ -42,6 +40,8 @@ class Prompt:
     """One text as the only sample of a data set."""
 
     def __init__(self, tokens: Sequence[int], pad_id: int) -> None:
+        import torch
+
         self.sample, self.meta = Sample("prompt", torch.tensor(tokens)), {"pad_id": pad_id}
 
     def __getitem__(self, index: int) -> Sample:
@@ -194,7 +194,7 @@ class Searcher:
     @cached_property
     def _solve(self) -> Solve:
         """The curvature of the store's rows."""
-        return solver(RowFile(self.store.rows.names.rows), self.damping)
+        return solver(RowFile(self.store.rows.path), self.damping)
 
     @cached_property
     def _maker(self) -> RowMaker:
@@ -203,7 +203,10 @@ class Searcher:
         Raises:
             BadInput: If the model, its adapter or moments, or the projection differ from those of the store.
         """
+        import torch
+
         from gradwire.attribution.collect.rows import RowMaker
+        from gradwire.comm.collectives import world
 
         device = world.choose("auto", self._device, 1, world.detect_gpus()).device_type
         as_one = {"row_of": "sample", "modules": []}  # a query is compared as a whole with parts
@@ -239,13 +242,14 @@ class Texts:
         Raises:
             BadInput: If the sample at this position has another id.
         """
-        sample = self.shards[position // max(1, len(self.origin.modules))]
-        if row_id not in self.origin.row_ids(sample.sample_id):
+        sample = position // max(1, len(self.origin.modules))
+        sample_id = self.shards.sample_id(sample)
+        if row_id not in self.origin.row_ids(sample_id):
             raise BadInput(
-                f"{self.shards.folder} has sample {sample.sample_id!r} for row {position}, and the store "
+                f"{self.shards.folder} has sample {sample_id!r} for row {position}, and the store "
                 f"{row_id!r}: collect the gradients again."
             )
-        return self.tokenizer.decode(sample.input_ids.tolist())
+        return self.tokenizer.decode(self.shards.tokens(sample))
 
 
 def documents_of(ids: Sequence[str], corpus: Path) -> dict[str, Document]:

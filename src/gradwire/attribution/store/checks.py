@@ -81,7 +81,7 @@ class Audit:
 
     def __init__(self, collection: Path, origin: Provenance, shards: Shards | Tokens) -> None:
         self.collection, self.origin, self.shards = collection, origin, shards
-        self.samples = [shards[position].sample_id for position in range(origin.samples)]
+        self.samples = [shards.sample_id(position) for position in range(origin.samples)]
         self.ids = row_ids(origin, shards)
         self.checks: list[Check] = []
         self.stored: list[Stored] = []
@@ -244,7 +244,7 @@ class Audit:
                 problems = _examined(rows, self._band(dim))
                 if not problems.unreadable:
                     listed = Listed(rows.ids, rows.meta)
-                    mapped = Block(store.read_stored(names.rows)[0], rows.ids, rows.meta, rows.codec)
+                    mapped = Block(torch.from_numpy(store.read_stored(names.rows)[0]), rows.ids, rows.meta, rows.codec)
                     self.stored.append(Stored(names, dim, mapped))
         self._add(
             name,
@@ -323,7 +323,7 @@ def _examined(rows: BoundRows, band: Band) -> Problems:
         chunk = rows.block(first, min(first + height, len(rows.ids)))
         decoded = chunk.rows
         infinite = infinite or not bool(torch.isfinite(decoded).all())
-        wrong += [first + row for row in store.mismatched(chunk, rows.identity)]
+        wrong += [first + row for row in store.mismatched(rows.identity, chunk.ids, chunk.meta, chunk.stored.numpy())]
         squares = decoded.double().square().sum(1).tolist()
         for row, (square, norm) in enumerate(zip(squares, chunk.meta["norm"].to_pylist(), strict=True), first):
             ratio = square / norm**2 if norm else 0.0

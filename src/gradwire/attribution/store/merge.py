@@ -16,18 +16,16 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from gradwire.attribution.store import row_file, store
 from gradwire.attribution.store.provenance import EXPORTS, Provenance
-from gradwire.attribution.store.row_file import NUMPY, BoundRows, Raw
+from gradwire.attribution.store.row_file import BoundRows, Raw
 from gradwire.attribution.store.row_types import least_deviation
-from gradwire.attribution.store.store import Block, Names
+from gradwire.attribution.store.store import Names
 from gradwire.base.errors import BadInput, CheckFailed
 from gradwire.base.files import remove_leftovers, sha256_file
-from gradwire.lm.data.batches import prefetch
+from gradwire.base.prefetch import prefetch
 
 NAMED = 3  # ids that an error lists
 CHUNK_BYTES = 1 << 22  # of rows at once; larger chunks leave a core's cache before they are hashed and written
@@ -75,24 +73,24 @@ class Merged:
         """
         return prefetch(self._verified(prefetch(self._read())))
 
-    def _read(self) -> Iterator[tuple[NDArray[np.int64], Block]]:
-        """Yield the merged block in chunks, with the positions of their rows."""
+    def _read(self) -> Iterator[tuple[slice, NDArray[Any]]]:
+        """Yield the merged rows in chunks, unverified, and which of the rows they are."""
         codec = self.sources[0].codec
         height = min(CHUNK_ROWS, max(1, CHUNK_BYTES // codec.row_bytes))
         for first in range(0, len(self.places), height):
             places = self.places[first : first + height]
-            rows = np.empty((len(places), codec.width), dtype=NUMPY[codec.dtype])
+            rows = np.empty((len(places), codec.width), dtype=codec.dtype)
             for source, here, positions in self._shares(places):
                 source.read_into([rows[row].data for row in here], positions)
-            chosen = slice(first, first + height)
-            yield places, Block(torch.from_numpy(rows), list(self.ids[chosen]), self.meta[chosen], codec)
+            yield slice(first, first + height), rows
 
-    def _verified(self, blocks: Iterator[tuple[NDArray[np.int64], Block]]) -> Iterator[NDArray[Any]]:
-        for places, block in blocks:
-            if store.mismatched(block, self.sources[0].identity):
-                for source, here, positions in self._shares(places):
-                    source.check(block.take(here), positions)
-            yield block.stored.numpy()
+    def _verified(self, chunks: Iterator[tuple[slice, NDArray[Any]]]) -> Iterator[NDArray[Any]]:
+        for chosen, rows in chunks:
+            meta = self.meta[chosen]
+            if store.mismatched(self.sources[0].identity, self.ids[chosen], meta, rows):
+                for source, here, positions in self._shares(self.places[chosen]):
+                    source.check(rows[here], meta.take(pa.array(here)), positions)
+            yield rows
 
     def _shares(self, places: NDArray[np.int64]) -> Iterator[tuple[BoundRows, list[int], list[int]]]:
         """Yield each source that has some of these rows: which of them, and their positions in the source."""
@@ -180,13 +178,16 @@ def starts(sources: Sequence[BoundRows]) -> NDArray[np.int64]:
 
 
 def _apart(sources: Sequence[BoundRows], left: int, right: int) -> float:
-    return float(least_deviation(*(sources[0].codec.bounds(_stored(sources, place)) for place in (left, right))))
+    import torch
+
+    stored = (torch.from_numpy(_stored(sources, place)) for place in (left, right))
+    return float(least_deviation(*map(sources[0].codec.bounds, stored)))
 
 
-def _stored(sources: Sequence[BoundRows], place: int) -> Tensor:
+def _stored(sources: Sequence[BoundRows], place: int) -> NDArray[Any]:
     begins = starts(sources)
     number = int(np.searchsorted(begins, place, side="right")) - 1
-    return torch.from_numpy(sources[number].take_stored([place - int(begins[number])]))
+    return sources[number].take_stored([place - int(begins[number])])
 
 
 def _check_complete(collected: Set[str], ids: Sequence[str]) -> None:

@@ -1,7 +1,7 @@
 """Chunked reading and writing of files of rows.
 
-`torch.load` can map such a file, but every page it touches counts as resident, and `torch.save` cannot write a tensor
-larger than memory. The format is torch's own: a zip archive with one uncompressed tensor.
+`torch_files.read` maps such a file, but every page it touches counts as resident, and `torch.save` cannot write a
+tensor larger than memory. The format is torch's own: a zip archive with one uncompressed tensor.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import mmap
 import os
 import struct
 import sys
-import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import pairwise
@@ -23,11 +22,11 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import torch
 from numpy.typing import NDArray
 
-from gradwire.attribution.store import row_types, store
-from gradwire.attribution.store.row_types import RowCodec
+from gradwire.attribution.store import store
+from gradwire.attribution.store.row_types import Float32, RowCodec
+from gradwire.base import torch_files
 from gradwire.base.errors import BadInput
 from gradwire.base.files import atomic_write, write_back
 
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
     from gradwire.attribution.store.provenance import Provenance
 
 FLOAT = 4  # bytes
-NUMPY = {torch.float32: "<f4", torch.uint8: "u1"}
 NORESERVE = 0x4000  # Linux: address space without backing memory
 SPARSE = 4  # read up to this many times the requested rows at once rather than row by row
 
@@ -58,7 +56,7 @@ class RowFile:
         self.path = path
         stored, self.codec = store.read_stored(path)
         self.shape = len(stored), self.codec.dim
-        self._start = _data_offset(path)
+        self._start = _place(path).offset
 
     def take(self, positions: Sequence[int] | NDArray[np.int64]) -> NDArray[np.float32]:
         """Read the rows at ``positions``, in that order."""
@@ -79,12 +77,16 @@ class RowFile:
 
     def decoded(self, stored: NDArray[Any]) -> NDArray[np.float32]:
         """Decode stored rows."""
+        if isinstance(self.codec, Float32):
+            return stored
+        import torch
+
         return self.codec.decode(torch.from_numpy(stored)).numpy()
 
     def stored(self, first: int, last: int) -> NDArray[Any]:
         """The rows of ``range(first, last)`` as they are stored."""
         count, offset = (last - first) * self.codec.width, self._start + first * self.codec.row_bytes
-        numbers = np.fromfile(self.path, dtype=NUMPY[self.codec.dtype], count=count, offset=offset)
+        numbers = np.fromfile(self.path, dtype=self.codec.dtype, count=count, offset=offset)
         return numbers.reshape(last - first, self.codec.width)
 
     def read_into(self, rows: Sequence[memoryview], positions: Sequence[int]) -> None:
@@ -95,9 +97,19 @@ class RowFile:
                 os.preadv(stream.fileno(), rows[start:end], self._start + positions[start] * self.codec.row_bytes)
 
     def chunks(self, rows: int) -> Iterator[NDArray[np.float32]]:
-        """Yield all rows, at most ``rows`` at a time."""
-        for first in range(0, self.shape[0], rows):
-            yield self.read(first, min(first + rows, self.shape[0]))
+        """Yield all rows, at most ``rows`` at a time; the next ones take the place of those before."""
+        return map(self.decoded, self.stored_chunks(rows))
+
+    def stored_chunks(self, rows: int) -> Iterator[NDArray[Any]]:
+        """As `chunks`, as they are stored."""
+        space = np.empty((min(rows, self.shape[0]), self.codec.width), self.codec.dtype)
+        with self.path.open("rb", buffering=0) as stream:
+            stream.seek(self._start)
+            for first in range(0, self.shape[0], rows):
+                block = space[: self.shape[0] - first]
+                if stream.readinto(block.data) != block.nbytes:  # type: ignore[attr-defined]
+                    raise BadInput(f"{self.path} ended before its last row: it changed while it was read.")
+                yield block
 
 
 class BoundRows(RowFile):
@@ -126,23 +138,33 @@ class BoundRows(RowFile):
 
     def stored(self, first: int, last: int) -> NDArray[Any]:
         """The rows of ``range(first, last)`` as they are stored."""
-        block = self.block(first, last)
-        self.check(block, range(first, last))
-        return block.stored.numpy()
+        rows = super().stored(first, last)
+        self.check(rows, self.meta.slice(first, last - first), range(first, last))
+        return rows
+
+    def stored_chunks(self, rows: int) -> Iterator[NDArray[Any]]:
+        """Yield all rows as they are stored, at most ``rows`` at a time."""
+        for number, block in enumerate(super().stored_chunks(rows)):
+            first = number * rows
+            self.check(block, self.meta.slice(first, len(block)), range(first, first + len(block)))
+            yield block
 
     def block(self, first: int, last: int) -> store.Block:
         """The rows of ``range(first, last)`` with their ids and metadata, unverified."""
+        import torch
+
         rows = torch.from_numpy(super().stored(first, last))
         return store.Block(rows, self.ids[first:last], self.meta.slice(first, last - first), self.codec)
 
     def verify(self, height: int) -> None:
         """Check all rows against their digests, ``height`` at a time."""
-        for first in range(0, len(self.ids), height):
-            self.stored(first, min(first + height, len(self.ids)))
+        for _ in self.stored_chunks(height):
+            pass
 
-    def check(self, block: store.Block, positions: Sequence[int]) -> None:
-        """Check the rows read at ``positions`` against their digests."""
-        if wrong := [positions[row] for row in store.mismatched(block, self.identity)]:
+    def check(self, rows: NDArray[Any], meta: pa.Table, positions: Sequence[int]) -> None:
+        """Check rows as they are stored, which are at ``positions`` and have this metadata, against their digests."""
+        ids = [self.ids[position] for position in positions]
+        if wrong := [positions[row] for row in store.mismatched(self.identity, ids, meta, rows)]:
             problem, *_ = store.unbound(self.names, self.ids, wrong, len(positions))
             raise BadInput(f"{problem}; delete these files and collect again.")
 
@@ -161,7 +183,7 @@ class Raw:
         sha256: Hash of the whole file, once it is written.
     """
 
-    def __init__(self, stream: BinaryIO, head: bytes, dtype: str = "<f4") -> None:
+    def __init__(self, stream: BinaryIO, head: bytes, dtype: np.dtype[Any] = Float32.dtype) -> None:
         self._stream, self._dtype, self.sha256 = stream, dtype, hashlib.sha256(head)
 
     def append(self, rows: NDArray[Any]) -> None:
@@ -195,11 +217,11 @@ def tensor_writer(path: Path, shape: tuple[int, int], row_type: str = "float32")
         shape: The number of rows, and D.
         row_type: How the rows are stored.
     """
-    codec = row_types.build(row_type, shape[1])
+    codec = store.codec_of(row_type, shape[1])
     with atomic_write(path) as part:
         _allocate(part, shape[0], codec)
         with part.open("r+b") as stream:
-            writer = Raw(stream, stream.read(_data_offset(part)), NUMPY[codec.dtype])
+            writer = Raw(stream, stream.read(_place(part).offset), codec.dtype)
             yield writer
             writer.sha256.update(stream.read())  # the archive's directory
 
@@ -239,29 +261,26 @@ def writer(path: Path, shape: tuple[int, int], ids: Sequence[str]) -> AbstractCo
 
 def _allocate(path: Path, rows: int, codec: RowCodec) -> None:
     """Write the archive with torch, leaving a hole for the rows."""
-    if not rows:
-        with path.open("wb") as stream:
-            torch.save(store.contents(torch.empty(0, codec.width, dtype=codec.dtype), codec), stream)
-        return
+    import torch
+
     with ExitStack() as stack:
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (NORESERVE if sys.platform == "linux" else 0)
-        space = mmap.mmap(-1, rows * codec.row_bytes, flags=flags)
-        stored = torch.frombuffer(space, dtype=codec.dtype).view(rows, codec.width)
-        stack.enter_context(torch.serialization.skip_data())
+        space: bytearray | mmap.mmap = bytearray()
+        if rows:
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (NORESERVE if sys.platform == "linux" else 0)
+            space = mmap.mmap(-1, rows * codec.row_bytes, flags=flags)
+            stack.enter_context(torch.serialization.skip_data())
+        stored = torch.from_numpy(np.frombuffer(space, codec.dtype).reshape(rows, codec.width))
         with path.open("wb") as stream:
             torch.save(store.contents(stored, codec), stream)
 
 
-def _data_offset(path: Path) -> int:
-    """Return the byte offset of the archive's single tensor.
+def _place(path: Path) -> torch_files.Place:
+    """Return the place of the archive's single tensor.
 
     Raises:
-        BadInput: If the archive has several tensors, or a compressed one.
+        BadInput: If the archive has several tensors.
     """
-    with zipfile.ZipFile(path) as archive, path.open("rb") as stream:
-        entry, *others = [info for info in archive.infolist() if "/data/" in info.filename]
-        if others or entry.compress_type != zipfile.ZIP_STORED:
-            raise BadInput(f"{path} holds more than one tensor, or a compressed one.")
-        stream.seek(entry.header_offset + 26)  # two lengths at the end of the local header
-        name, extra = struct.unpack("<HH", stream.read(4))
-    return entry.header_offset + 30 + name + extra
+    place, *others = torch_files.storages(path).values()
+    if others:
+        raise BadInput(f"{path} holds more than one tensor.")
+    return place

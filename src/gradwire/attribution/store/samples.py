@@ -7,8 +7,6 @@ from collections.abc import Iterable
 from itertools import accumulate
 from pathlib import Path
 
-import torch
-
 from gradwire.attribution.options import RowUnit
 from gradwire.attribution.store.provenance import FILE, Provenance
 from gradwire.base.errors import BadInput
@@ -45,7 +43,7 @@ class Tokens:
     def sample_ids(self, count: int) -> list[str]:
         """Return the ids of the samples up to the last one of the first ``count`` targets; of all targets, all ids."""
         samples = len(self.shards) if count == len(self) else self._number(count - 1) + 1
-        return [self.shards[position].sample_id for position in range(samples)]
+        return [self.shards.sample_id(position) for position in range(samples)]
 
     def __len__(self) -> int:
         return self._ends[-1]
@@ -53,12 +51,27 @@ class Tokens:
     def __getitem__(self, index: int) -> Sample:
         if not 0 <= index < len(self):
             raise IndexError(f"target {index} of {len(self)}")
+        import torch
+
         number = self._number(index)
         sample = self.shards[number]
         chosen = torch.ones(len(sample.input_ids), dtype=torch.bool) if sample.is_target is None else sample.is_target
         position = int(chosen[1:].nonzero()[index - self._ends[number]]) + 1
         alone = torch.arange(position + 1) == position
         return Sample(f"{sample.sample_id}@{position}", sample.input_ids[: position + 1], alone)
+
+    def sample_id(self, index: int) -> str:
+        """Return a target's id."""
+        return self[index].sample_id
+
+    def tokens(self, index: int) -> list[int]:
+        """Return the tokens up to a target."""
+        tokens: list[int] = self[index].input_ids.tolist()
+        return tokens
+
+    def length(self, index: int) -> int:
+        """Return the number of tokens up to a target."""
+        return len(self[index].input_ids)
 
     def _number(self, index: int) -> int:
         """Return the position of the sample of a target."""
@@ -101,10 +114,10 @@ def longest_first(samples: Shards | Tokens, positions: Iterable[int]) -> list[in
 
     The longest come first, so that what does not fit into memory fails at once; equal ones in the order given.
     """
-    return sorted(positions, key=lambda position: -len(samples[position].input_ids))
+    return sorted(positions, key=lambda position: -samples.length(position))
 
 
 def row_ids(provenance: Provenance, shards: Shards | Tokens) -> list[str]:
     """Return the ids of the collection's rows, in data order."""
-    samples = (shards[position].sample_id for position in range(provenance.samples))
+    samples = (shards.sample_id(position) for position in range(provenance.samples))
     return [row_id for sample_id in samples for row_id in provenance.row_ids(sample_id)]

@@ -20,19 +20,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from gradwire.attribution.store import row_types
-from gradwire.attribution.store.row_types import CODECS, Bounds, Float32, RowCodec
+from gradwire.attribution.store.row_types import Bounds, Float32, RowCodec
+from gradwire.base import torch_files
 from gradwire.base.errors import BadInput, bounded, unknown
 from gradwire.base.files import atomic_write
 from gradwire.lm.data.shards import Sample
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from gradwire.attribution.store.provenance import Provenance
 
 COPIES, LARGE_GB = 3, 4  # of a row: in a block, in its rank's rows, and merged; a size to tell the user
@@ -172,10 +173,19 @@ def discard_blocks(folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
+def codec_of(row_type: str, dim: int) -> RowCodec:
+    """Return the codec of rows of ``dim`` numbers."""
+    if row_type == Float32.name:
+        return Float32(dim)
+    from gradwire.attribution.store.scaled_rows import SCALED
+
+    return SCALED[row_type](dim)
+
+
 def note_size(origin: Provenance, discard_parts: bool) -> None:
     """Print how much disk a collection takes, if that is much."""
     rows = origin.samples * max(1, len(origin.modules))
-    once = rows * sum(row_types.build(origin.store, dim).row_bytes for dim in origin.dims) / 1e9
+    once = rows * sum(codec_of(origin.store, dim).row_bytes for dim in origin.dims) / 1e9
     copies = 1 if discard_parts else COPIES
     if copies * once >= LARGE_GB:
         rest = "and twice that while they are merged" if discard_parts else f"{once:.1f} GB with --discard_parts"
@@ -185,14 +195,14 @@ def note_size(origin: Provenance, discard_parts: bool) -> None:
         )
 
 
-def row_digests(identity: str, meta: pa.Table, stored: Tensor) -> list[str]:
+def row_digests(identity: str, meta: pa.Table, stored: NDArray[Any]) -> list[str]:
     """Compute digests that bind each row to its id, its metadata and its collection.
 
     Returns:
         For each row, the hex SHA-256 of the collection's `Provenance.identity`, the row's metadata as JSON with sorted
         keys (all columns but the digest), and its stored bytes (of float32: its entries, little-endian), concatenated.
     """
-    bound = zip(_as_json(meta.drop_columns("digest")), stored.contiguous().numpy(), strict=True)
+    bound = zip(_as_json(meta.drop_columns("digest")), np.ascontiguousarray(stored), strict=True)
     return [_digest(f"{identity}{text}", row) for text, row in bound]
 
 
@@ -211,11 +221,11 @@ def _digest(text: str, row: NDArray[Any]) -> str:
     return hashed.hexdigest()
 
 
-def mismatched(block: Block, identity: str) -> list[int]:
+def mismatched(identity: str, ids: Sequence[str], meta: pa.Table, stored: NDArray[Any]) -> list[int]:
     """Return the rows of a block that do not match their digests; ``identity`` is the collection's."""
-    noted = zip(block.meta["sample_id"].to_pylist(), block.meta["digest"].to_pylist(), strict=True)
-    computed = zip(block.ids, row_digests(identity, block.meta, block.stored), strict=True)
-    return [row for row, (stored, expected) in enumerate(zip(noted, computed, strict=True)) if stored != expected]
+    noted = zip(meta["sample_id"].to_pylist(), meta["digest"].to_pylist(), strict=True)
+    computed = zip(ids, row_digests(identity, meta, stored), strict=True)
+    return [row for row, (have, expected) in enumerate(zip(noted, computed, strict=True)) if have != expected]
 
 
 def unbound(names: Names, ids: Sequence[str], wrong: Sequence[int], read: int) -> list[str]:
@@ -235,7 +245,10 @@ def unbound(names: Names, ids: Sequence[str], wrong: Sequence[int], read: int) -
 
 def write(names: Names, block: Block) -> None:
     """Write a block's files, each atomically; the ids come last."""
-    stored = block.stored if _alone(block.stored) else block.stored.clone(memory_format=torch.contiguous_format)
+    import torch
+
+    whole = block.stored.is_contiguous() and block.stored.untyped_storage().nbytes() == block.stored.nbytes
+    stored = block.stored if whole else block.stored.clone(memory_format=torch.contiguous_format)
     with (
         atomic_write(names.rows) as part,
         part.open("wb") as stream,
@@ -270,8 +283,10 @@ def read(names: Names) -> Block:
     Raises:
         BadInput: If a file is missing, damaged or invalid, or the counts differ.
     """
+    import torch
+
     stored, codec = read_stored(names.rows)
-    block = Block(stored, read_ids(names.ids), read_meta(names.meta), codec)
+    block = Block(torch.from_numpy(stored), read_ids(names.ids), read_meta(names.meta), codec)
     check_counts(names, [len(block.stored), len(block.ids), len(block.meta)])
     return block
 
@@ -292,8 +307,10 @@ def check_counts(names: Names, counts: Sequence[int]) -> None:
 
 def read_rows(path: Path) -> Tensor:
     """Read rows as float32 [n, D]; arguments and errors as for `read_stored`."""
+    import torch
+
     stored, codec = read_stored(path)
-    return codec.decode(stored)
+    return codec.decode(torch.from_numpy(stored))
 
 
 def contents(stored: Tensor, codec: RowCodec) -> Any:
@@ -301,24 +318,22 @@ def contents(stored: Tensor, codec: RowCodec) -> Any:
     return stored if isinstance(codec, Float32) else {"type": codec.name, "dim": codec.dim, "rows": stored}
 
 
-def read_stored(path: Path) -> tuple[Tensor, RowCodec]:
+def read_stored(path: Path) -> tuple[NDArray[Any], RowCodec]:
     """Read rows as they are stored, memory-mapped, without executing code from the file.
 
     Raises:
         BadInput: If the file is missing or damaged, or is not exactly one contiguous matrix of a row type.
     """
     try:
-        loaded = torch.load(path, weights_only=True, mmap=True)
+        loaded = torch_files.read(path)
     except Exception as error:  # a damaged archive can raise nearly anything
         raise BadInput(f"{path} cannot be read as a tensor: {_first_line(error)}") from error
     rows, codec = _typed(path, loaded)
-    if type(rows) is not Tensor or rows.layout != torch.strided or rows.dtype != codec.dtype or rows.ndim != 2:
-        raise BadInput(f"{path} is not a dense {str(codec.dtype).removeprefix('torch.')} matrix.")
+    if not isinstance(rows, np.ndarray) or rows.dtype != codec.dtype or rows.ndim != 2:
+        raise BadInput(f"{path} is not a dense {codec.dtype.name} matrix.")
     if rows.shape[1] != codec.width:
         raise BadInput(f"{path} has {rows.shape[1]} bytes per row; {codec.name} of {codec.dim} has {codec.width}.")
-    if rows.device.type != "cpu" or rows.requires_grad or rows.is_neg():
-        raise BadInput(f"{path} is not a plain CPU tensor; save `rows.detach().cpu().contiguous()`.")
-    if not _alone(rows):
+    if not rows.flags.c_contiguous or [place.size for place in torch_files.storages(path).values()] != [rows.nbytes]:
         raise BadInput(f"{path} holds a part of a larger tensor, or is not row-major; save `rows.clone()`.")
     return rows, codec
 
@@ -326,16 +341,13 @@ def read_stored(path: Path) -> tuple[Tensor, RowCodec]:
 def _typed(path: Path, loaded: Any) -> tuple[Any, RowCodec]:
     """Return the matrix of a file's contents, and the codec that they name."""
     if type(loaded) is not dict:
-        return loaded, Float32(loaded.shape[-1] if type(loaded) is Tensor and loaded.ndim else 0)
+        return loaded, Float32(loaded.shape[-1] if getattr(loaded, "ndim", 0) else 0)
+    from gradwire.attribution.store.scaled_rows import SCALED
+
     kind, dim, rows = (loaded.get(key) for key in ("type", "dim", "rows"))
-    if not (isinstance(kind, str) and kind in CODECS and kind != Float32.name and type(dim) is int and dim > 0):
+    if not (isinstance(kind, str) and kind in SCALED and type(dim) is int and dim > 0):
         raise BadInput(f"{path} has no rows of a known type: {bounded(f'type {kind!r}, dim {dim!r}')}.")
-    return rows, row_types.build(kind, dim)
-
-
-def _alone(rows: Tensor) -> bool:
-    """Whether the storage holds exactly the rows, contiguously."""
-    return rows.is_contiguous() and rows.untyped_storage().nbytes() == rows.numel() * rows.element_size()
+    return rows, codec_of(kind, dim)
 
 
 class _StringList(pickle.Unpickler):
@@ -379,6 +391,8 @@ def read_meta(path: Path) -> pa.Table:
 
 def concatenated(blocks: Iterable[Block]) -> Block:
     """Concatenate blocks in order."""
+    import torch
+
     stored, ids, meta, codecs = zip(*blocks, strict=True)
     return Block(torch.cat(stored), [id_ for part in ids for id_ in part], pa.concat_tables(meta), codecs[0])
 
@@ -391,7 +405,7 @@ def bind(rows: Tensor, records: Sequence[Mapping[str, Any]], origin: Provenance)
         records: The metadata of each row, without its digest.
         origin: Provenance of the collection, which names the row type.
     """
-    codec = row_types.build(origin.store, rows.shape[1])
+    codec = codec_of(origin.store, rows.shape[1])
     stored = codec.encode(rows)
     meta = pa.Table.from_pylist(records, pa.schema([*META, *_further(origin.metadata)]))
     return Block(
@@ -401,7 +415,7 @@ def bind(rows: Tensor, records: Sequence[Mapping[str, Any]], origin: Provenance)
 
 def with_digests(identity: str, meta: pa.Table, stored: Tensor) -> pa.Table:
     """Return the table with the digests of these stored rows."""
-    column = pa.array(row_digests(identity, meta, stored), pa.string())
+    column = pa.array(row_digests(identity, meta, stored.numpy()), pa.string())
     return meta.set_column(meta.schema.get_field_index("digest"), "digest", column)
 
 

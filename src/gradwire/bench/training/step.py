@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from gradwire.base.prefetch import prefetch
 from gradwire.bench.config import Training
 from gradwire.bench.training.measure import Clock, Row
 from gradwire.bench.training.objective import Plain
@@ -21,7 +22,7 @@ from gradwire.comm import parallel
 from gradwire.comm.collectives import Reducer, ops
 from gradwire.comm.collectives.world import World
 from gradwire.comm.parallel import optimizers
-from gradwire.lm.data.batches import Batch, grouped, poisson_steps, prefetch, train_batches
+from gradwire.lm.data.batches import Batch, grouped, poisson_steps, train_batches
 from gradwire.lm.data.shards import Shards
 
 

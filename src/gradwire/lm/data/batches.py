@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import count, islice
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -15,7 +13,6 @@ from torch.utils.data import BatchSampler, DistributedSampler
 from gradwire.base.errors import BadInput
 from gradwire.lm.data.shards import Sample, Shards
 
-Item = TypeVar("Item")
 IGNORED = -100  # the label that losses ignore
 
 
@@ -150,15 +147,6 @@ def poisson_steps(
 def drawn(samples: int, rate: float, seed: int, step: int) -> np.ndarray:
     """Return the ascending indices of a step's samples, each drawn with probability ``rate``; equal on all ranks."""
     return np.flatnonzero(np.random.default_rng([seed, step]).random(samples) < rate)
-
-
-def prefetch(items: Iterator[Item]) -> Iterator[Item]:
-    """Yield the same items; a thread reads the next one while the caller uses this one."""
-    with ThreadPoolExecutor(1, thread_name_prefix="gradwire-batches") as reader:
-        coming = reader.submit(next, items, None)
-        while (item := coming.result()) is not None:
-            coming = reader.submit(next, items, None)
-            yield item
 
 
 def eval_batches(shards: Shards, batch_size: int, rank: int, world: int, samples: int | None = None) -> Iterator[Batch]:

@@ -15,15 +15,18 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import torch
-from torch.utils.data import Dataset
+from numpy.typing import NDArray
 
+from gradwire.base import torch_files
 from gradwire.base.errors import BadInput, RunFault
 from gradwire.base.files import check_regular, digest, sha256_file
 from gradwire.base.units import amount
+
+if TYPE_CHECKING:
+    import torch
 
 FORMAT_VERSION = 1
 SPLITS = ("train", "val")
@@ -59,7 +62,7 @@ class Sample(NamedTuple):
         return len(self.input_ids) - 1 if self.is_target is None else int(self.is_target[1:].sum())
 
 
-class Shards(Dataset[Sample]):
+class Shards:
     """The samples of one split, in corpus order; each shard file is memory-mapped on first use."""
 
     def __init__(self, folder: Path, split: str) -> None:
@@ -90,6 +93,34 @@ class Shards(Dataset[Sample]):
         return self._ends[-1]
 
     def __getitem__(self, index: int) -> Sample:
+        import torch
+
+        shard, row, length = self._row(index)
+        tokens = torch.from_numpy(shard["input_ids"][row, :length].astype(np.int64))
+        is_target = torch.from_numpy(shard["is_target"][row, :length]) if "is_target" in shard else None
+        return Sample(shard["sample_ids"][row], tokens, is_target)
+
+    def __iter__(self) -> Iterator[Sample]:
+        return (self[index] for index in range(len(self)))
+
+    def sample_id(self, index: int) -> str:
+        """Return a sample's id; unlike the sample, without importing torch."""
+        shard, row, _ = self._row(index)
+        id_: str = shard["sample_ids"][row]
+        return id_
+
+    def tokens(self, index: int) -> list[int]:
+        """Return a sample's tokens; unlike the sample, without importing torch."""
+        shard, row, length = self._row(index)
+        tokens: list[int] = shard["input_ids"][row, :length].tolist()
+        return tokens
+
+    def length(self, index: int) -> int:
+        """Return a sample's number of tokens."""
+        return self._row(index)[2]
+
+    def _row(self, index: int) -> tuple[dict[str, Any], int, int]:
+        """The shard of a sample, its row there and its number of tokens."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         number = bisect_right(self._ends, index)
@@ -97,9 +128,7 @@ class Shards(Dataset[Sample]):
             self._open[number] = table(self.folder, self.meta, number)
         shard = self._open[number]
         row = index - (self._ends[number] - len(shard["sample_ids"]))
-        length = int(shard["lengths"][row])
-        is_target = shard["is_target"][row, :length] if "is_target" in shard else None
-        return Sample(shard["sample_ids"][row], shard["input_ids"][row, :length].long(), is_target)
+        return shard, row, int(shard["lengths"][row])
 
 
 def meta(folder: Path, split: str) -> dict[str, Any]:
@@ -173,27 +202,21 @@ def _wrong_shard(shard: Any, samples: int, max_length: int, vocab_size: int) -> 
     tokens, lengths, ids = shard["input_ids"], shard["lengths"], shard["sample_ids"]
     if not isinstance(ids, list) or len(ids) != samples or not all(isinstance(id_, str) for id_ in ids):
         return f"sample_ids is not a list of {samples} strings"
-    if not _numbers(tokens, (samples, max_length), (torch.int16, torch.int32)):
+    if not _numbers(tokens, (samples, max_length), (np.int16, np.int32)):
         return f"input_ids is not an int16 or int32 matrix of {samples} × {max_length}"
-    if not _numbers(lengths, (samples,), (torch.int32,)):
+    if not _numbers(lengths, (samples,), (np.int32,)):
         return f"lengths is not an int32 vector of {samples}"
-    if "is_target" in shard and not _numbers(shard["is_target"], (samples, max_length), (torch.bool,)):
+    if "is_target" in shard and not _numbers(shard["is_target"], (samples, max_length), (np.bool_,)):
         return f"is_target is not a bool matrix of {samples} × {max_length}"
     for name, values, least, most in (("token", tokens, 0, vocab_size - 1), ("length", lengths, 1, max_length)):
-        for extreme in map(int, values.aminmax()):
+        for extreme in (int(values.min()), int(values.max())):
             if not least <= extreme <= most:
                 return f"it has a {name} {extreme}, outside {least} to {most}"
     return None
 
 
-def _numbers(value: Any, shape: tuple[int, ...], kinds: tuple[torch.dtype, ...]) -> bool:
-    return (
-        isinstance(value, torch.Tensor)
-        and value.layout == torch.strided
-        and value.device.type == "cpu"
-        and value.dtype in kinds
-        and value.shape == shape
-    )
+def _numbers(value: Any, shape: tuple[int, ...], kinds: tuple[type[np.generic], ...]) -> bool:
+    return isinstance(value, np.ndarray) and value.dtype in kinds and value.shape == shape
 
 
 def read(path: Path) -> Any:
@@ -204,10 +227,10 @@ def read(path: Path) -> Any:
     """
     check_regular(path)
     try:
-        return torch.load(path, weights_only=True, mmap=True)
+        return torch_files.read(path)
     except FileNotFoundError:
         raise BadInput(f"the token shard {path} is missing; {remedy(path.parents[1])}") from None
-    except Exception as error:  # torch raises many types for unreadable files
+    except Exception as error:  # an unreadable file may raise any type
         message = (str(error) or type(error).__name__).splitlines()[0]
         raise BadInput(f"{path} is damaged ({message}); {remedy(path.parents[1])}") from None
 
@@ -281,15 +304,14 @@ def _progress(folder: Path) -> list[int]:
     return [path.stat().st_mtime_ns for split in splits(folder) for path in [folder / split / META] if path.exists()]
 
 
-def target_counts(shard: dict[str, torch.Tensor], vocab_size: int, pad_id: int) -> np.ndarray:
+def target_counts(shard: dict[str, NDArray[Any]], vocab_size: int, pad_id: int) -> NDArray[np.int64]:
     """Count each token as a target of a shard: int64 ``[vocab_size]``.
 
     Targets are those of ``is_target``, or without it every token of a sample but its first.
     """
+    tokens = shard["input_ids"][:, 1:]
     if "is_target" in shard:
-        chosen = shard["input_ids"][:, 1:][shard["is_target"][:, 1:]]
-        return np.bincount(chosen.numpy(), minlength=vocab_size)
-    tokens, lengths = shard["input_ids"].numpy()[:, 1:], shard["lengths"].numpy()
+        return np.bincount(tokens[shard["is_target"][:, 1:]], minlength=vocab_size)
     counts = np.bincount(tokens.ravel(), minlength=vocab_size)
-    counts[pad_id] -= tokens.size - (lengths - 1).sum()  # the padding after each sample
+    counts[pad_id] -= tokens.size - (shard["lengths"] - 1).sum()  # the padding after each sample
     return counts

@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 
 from gradwire.base.errors import BadInput
 from gradwire.base.files import atomic_write, sha256_file
+from gradwire.base.prefetch import prefetch
 from gradwire.lm.data import corpus
-from gradwire.lm.data.batches import prefetch
 from gradwire.lm.data.chats import Format, Spans
 from gradwire.lm.data.document import Document, FirstSeen, Invalid
 from gradwire.lm.data.shards import (
@@ -147,14 +147,14 @@ class SplitWriter:
             return
         count = len(self._ids)
         path = self.folder / file_name(len(self.meta["shards"]))
-        shard = {
-            "input_ids": torch.from_numpy(self._tokens[:count].copy()),
-            "lengths": torch.tensor(self._lengths, dtype=torch.int32),
+        shard: dict[str, Any] = {
+            "input_ids": self._tokens[:count].copy(),
+            "lengths": np.array(self._lengths, np.int32),
             "sample_ids": self._ids,
         }
         if self._partly:
-            shard["is_target"] = torch.from_numpy(self._is_target[:count].copy())
-        _save(path, shard)
+            shard["is_target"] = self._is_target[:count].copy()
+        _save(path, {name: of if name == "sample_ids" else torch.from_numpy(of) for name, of in shard.items()})
         self.count([shard])
         self.meta["shards"].append({"file": path.name, "samples": count, "sha256": sha256_file(path)})
         self.meta["tokens"] += sum(self._lengths)
