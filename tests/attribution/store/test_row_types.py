@@ -28,7 +28,6 @@ from gradwire.base.errors import BadInput, CheckFailed
 from gradwire.base.files import sha256_file
 
 TYPES = ("float32", *SCALED)
-SCALED = TYPES[1:]
 SAMPLES, DIM, INTERVAL = 11, 64, 4
 
 
@@ -132,7 +131,7 @@ def test_a_forged_largest_magnitude_is_found(name):
 
 @pytest.mark.parametrize("name", TYPES)
 def test_rows_that_are_not_finite_stay_so(name):
-    codec = row_types.build(name, 64)
+    codec = store.codec_of(name, 64)
     for number in (math.nan, math.inf):
         rows = some_rows(64)
         rows[1, 5] = number
