@@ -244,8 +244,53 @@ def without_embedding(rank, world, group):
 def test_a_model_without_embedding_is_refused(world):
     [message] = world(1).run(without_embedding)
     assert message == (
-        "embeddings: the model has 0 trainable weights of nn.Embedding, of 2 parameters; use DiLoCo without it."
+        "embeddings: the model has 0 trainable weights of embeddings and their head, of 2 parameters; use DiLoCo "
+        "without it."
     )
+
+
+class Untied(torch.nn.Module):
+    """Embeddings of tokens and positions, a layer of the positions' shape, and a head over the tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.positions = torch.nn.Embedding(11, 5), torch.nn.Embedding(7, 5)
+        self.inner, self.head = torch.nn.Linear(5, 7), torch.nn.Linear(5, 11)
+
+    def forward(self, ids):
+        x = self.tokens(ids) + self.positions(torch.arange(len(ids)))
+        return torch.nn.functional.cross_entropy(self.head(x + self.inner(x)[:, :5]), ids.roll(1))
+
+
+def untied(rank, world, group):
+    """A round of two steps: what is replayed, gradients of it in each step, and weights before and after."""
+    torch.manual_seed(3)
+    model = Untied()
+    inner = torch.optim.AdamW(model.parameters(), lr=0.1)
+    optimizer = ReplayDiLoCo(
+        inner, model, sync_every=2, embeddings="none", outer={"lr": 1.0, "momentum": 0.0}, algorithm="exchange"
+    )
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    gradients = []
+    for step in range(2):
+        model(torch.arange(6) * (rank + 2) % 11 + step * rank % 3).backward()
+        gradients.append({name: model.get_parameter(name).grad.clone() for name in optimizer.replayed})
+        optimizer.step()
+        optimizer.zero_grad()
+    return gradients, before, {name: p.detach() for name, p in model.named_parameters()}
+
+
+def test_a_head_that_is_not_tied_is_replayed_too(world):
+    results = world(2).run(untied)
+    gradients, before, after = results[0]
+    assert set(gradients[0]) == {"tokens.weight", "positions.weight", "head.weight"}
+    for name in gradients[0]:
+        p = torch.nn.Parameter(before[name].clone())
+        p.grad = torch.stack([of_step[name] for of_rank, _, _ in results for of_step in of_rank]).mean(0)
+        optimizer = torch.optim.AdamW([p], lr=0.1)
+        for _ in range(2):
+            optimizer.step()
+        torch.testing.assert_close(after[name], p.detach(), rtol=1e-5, atol=1e-6)
 
 
 def other_codec(rank, world, group):

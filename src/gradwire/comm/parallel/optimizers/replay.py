@@ -39,12 +39,12 @@ class ReplayDiLoCo(DiLoCo):
 
     Args:
         optimizer: As for `diloco.DiLoCo`.
-        model: As for `diloco.DiLoCo`; it has an `nn.Embedding`, whose weight may be tied to a head's.
+        model: As for `diloco.DiLoCo`; it has an `nn.Embedding`, whose head, tied or not, is replayed too.
         embeddings: Encodes the mean gradients of embeddings; with the reducer's other options.
         options: Other options of `diloco.DiLoCo`.
 
     Attributes:
-        replayed: The embeddings' parameters, by name.
+        replayed: The parameters of `of_vocabulary`, by name.
 
     Raises:
         BadInput: If the model has no trainable embedding or nothing else, or as the base class.
@@ -56,11 +56,11 @@ class ReplayDiLoCo(DiLoCo):
     def __init__(self, optimizer: Optimizer, model: nn.Module, *, embeddings: AnyCompressor, **options: Any) -> None:
         compressor = as_compressor(embeddings)
         super().__init__(optimizer, model, **options)
-        weights = {module.weight for module in self.model.modules() if isinstance(module, nn.Embedding)}
+        weights = of_vocabulary(self.model)
         self.replayed = {name: p for name, p in self.parameters.items() if p in weights}
         if not 0 < len(self.replayed) < len(self.parameters):
             raise BadInput(
-                f"embeddings: the model has {len(self.replayed)} trainable weights of nn.Embedding, of "
+                f"embeddings: the model has {len(self.replayed)} trainable weights of embeddings and their head, of "
                 f"{len(self.parameters)} parameters; use DiLoCo without it."
             )
         self.layout, self.layout_of_embeddings = (
@@ -199,3 +199,11 @@ class ReplayDiLoCo(DiLoCo):
             present = {key: duplicate(kept) for key, kept in state_of(self.inner, p)}  # on the devices that it takes
             self.began[name] = {key: copied(kept, present.get(key), p) for key, kept in saved["began"][name].items()}
         self.means = {}
+
+
+def of_vocabulary(model: nn.Module) -> set[nn.Parameter]:
+    """Weights of embeddings, and of the model's last linear layer if it has the shape of the longest one: the head."""
+    embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+    linear = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
+    longest = max(embeddings, key=len, default=None)
+    return embeddings | {weight for weight in linear[-1:] if longest is not None and weight.shape == longest.shape}
