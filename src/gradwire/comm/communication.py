@@ -144,7 +144,7 @@ class Communication(Strict, strict=True):
     streaming: Streaming | None = Field(default=None, description="send in fragments while training goes on")
     embeddings: str | dict[str, Any] | None = Field(
         default=None,
-        description="replay embeddings and their head, and the compressor of their gradients: {method: int8, num_bits: 4}",
+        description="replay embeddings and their head; the compressor of their gradients: {method: int8, num_bits: 4}",
     )
 
     @property

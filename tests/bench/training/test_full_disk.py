@@ -48,7 +48,7 @@ def test_a_file_that_is_too_large_is_one_message(shards, tmp_path, capfd, size, 
     failure = json.loads((tmp_path / "run" / "train.failed.json").read_text())
     assert failure["exit_code"] == 3 and failure["traceback"] == "", "it is no unexpected error"
     left = {path.name for path in (tmp_path / "run").rglob("*") if path.is_file() and "tfevents" not in path.name}
-    assert left == {"train.failed.json"}
+    assert left == {"train.failed.json", ".lock"}
 
 
 @pytest.mark.parametrize("written", [None, "", '{"traceEvents": [{"ph": "X"}, {"ph"'])
