@@ -1,14 +1,14 @@
 """DiLoCo that replays its embeddings: the ranks send a round's mean gradient of them, and take its steps with that.
 
-A row of an embedding has a gradient where its token occurs. Adam divides the step by the row's own gradients, so a row
-that one of W ranks met moves by a W-th of a step when differences are averaged. Here gradients are averaged first, as
-in training that averages in every step. Within a round a rank updates the embeddings by its own gradients, as all
-other parameters, and sums these gradients. At its end the ranks average them, through another compressor than the
-others' pseudo-gradients; return to the anchors and to the inner optimizer's state at the start of the round, which are
-equal on all ranks; and take the inner steps of the round again with the mean gradient and the round's learning rates.
-The result is the next anchor. The outer step is for the other parameters.
+Adam divides a rank's step by its own gradients, and their noise makes the mean of W ranks' steps shorter than a step
+with the mean gradient. The matrices of the vocabulary lose most by that, above all their rows of rare tokens. Here
+their gradients are averaged first, as in training that averages in every step. Within a round a rank updates them by
+its own gradients, as all other parameters, and sums these gradients. At its end the ranks average them, through
+another compressor than the others' pseudo-gradients; return to the anchors and to the inner optimizer's state at the
+start of the round, which are equal on all ranks; and take the inner steps of the round again with the mean gradient and
+the round's learning rates. The result is the next anchor. The outer step is for the other parameters.
 
-The method is ours; `benchmarks/quality.md` has what it gains.
+The method is ours; `benchmarks/quality.md` has what it gains and why.
 """
 
 from __future__ import annotations
