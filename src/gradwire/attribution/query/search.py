@@ -115,7 +115,7 @@ def possible(rows: RowFile, against: NDArray[np.float64], metric: str, count: in
     done = 0
     for block in rows.chunks(block_rows(rows.shape[1])):
         part = slice(done, done + len(block))
-        scores[part], squares[part] = (block @ directions.T).max(1), np.vecdot(block, block)
+        scores[part], squares[part] = (block @ directions.T).max(1), np.einsum("ij,ij->i", block, block)
         done += len(block)
     norms = np.sqrt(squares.astype(np.float64))
     sized = (squares > LEAST) & np.isfinite(squares) & np.isfinite(scores)

@@ -103,11 +103,11 @@ class RowFile:
     def stored_chunks(self, rows: int) -> Iterator[NDArray[Any]]:
         """As `chunks`, as they are stored."""
         space = np.empty((min(rows, self.shape[0]), self.codec.width), self.codec.dtype)
-        with self.path.open("rb", buffering=0) as stream:
+        with self.path.open("rb") as stream:  # buffered: a raw read may return a part
             stream.seek(self._start)
             for first in range(0, self.shape[0], rows):
                 block = space[: self.shape[0] - first]
-                if stream.readinto(block.data) != block.nbytes:  # type: ignore[attr-defined]
+                if stream.readinto(block.data) != block.nbytes:
                     raise BadInput(f"{self.path} ended before its last row: it changed while it was read.")
                 yield block
 
