@@ -250,16 +250,17 @@ def test_a_model_without_embedding_is_refused(world):
 
 
 class Untied(torch.nn.Module):
-    """Embeddings of tokens and positions, a layer of the positions' shape, and a head over the tokens."""
+    """A head that comes first, embeddings of tokens and of more positions, and a block in the head's shape."""
 
     def __init__(self):
         super().__init__()
-        self.tokens, self.positions = torch.nn.Embedding(11, 5), torch.nn.Embedding(7, 5)
-        self.inner, self.head = torch.nn.Linear(5, 7), torch.nn.Linear(5, 11)
+        self.head = torch.nn.Linear(5, 11)
+        self.tokens, self.positions = torch.nn.Embedding(11, 5), torch.nn.Embedding(13, 5)
+        self.blocks, self.last = torch.nn.ModuleList([torch.nn.Linear(5, 11)]), torch.nn.Linear(11, 5)
 
     def forward(self, ids):
         x = self.tokens(ids) + self.positions(torch.arange(len(ids)))
-        return torch.nn.functional.cross_entropy(self.head(x + self.inner(x)[:, :5]), ids.roll(1))
+        return torch.nn.functional.cross_entropy(self.head(x + self.last(self.blocks[0](x))), ids.roll(1))
 
 
 def untied(rank, world, group):

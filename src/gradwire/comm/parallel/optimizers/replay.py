@@ -25,7 +25,7 @@ from gradwire.base.errors import BadInput
 from gradwire.comm.collectives import Layout, Reducer, state
 from gradwire.comm.compressors import as_compressor
 from gradwire.comm.parallel.checks import check_agreement
-from gradwire.comm.parallel.model import local
+from gradwire.comm.parallel.model import blocks, local
 from gradwire.comm.parallel.optimizers.base import AnyCompressor, duplicate, step_without_hooks
 from gradwire.comm.parallel.optimizers.diloco import DiLoCo, copied, state_of
 from gradwire.comm.parallel.strategy import strategy_of
@@ -202,8 +202,9 @@ class ReplayDiLoCo(DiLoCo):
 
 
 def of_vocabulary(model: nn.Module) -> set[nn.Parameter]:
-    """Weights of embeddings, and of the model's last linear layer if it has the shape of the longest one: the head."""
+    """Weights of embeddings, and of linear layers outside the blocks that have the shape of one: their heads."""
     embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
-    linear = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
-    longest = max(embeddings, key=len, default=None)
-    return embeddings | {weight for weight in linear[-1:] if longest is not None and weight.shape == longest.shape}
+    shapes = {weight.shape for weight in embeddings}
+    in_blocks = {module for block in blocks(model) for module in block.modules()}
+    linear = {module.weight for module in model.modules() if isinstance(module, nn.Linear) and module not in in_blocks}
+    return embeddings | {weight for weight in linear if weight.shape in shapes}
