@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import subprocess
@@ -12,7 +13,7 @@ import pytest
 
 from gradwire.base import files
 from gradwire.base.errors import BadInput
-from gradwire.base.files import atomic_folder, atomic_write, remove_leftovers, write_text
+from gradwire.base.files import atomic_folder, atomic_write, lock, remove_leftovers, write_text
 
 WRITER = """
 import sys
@@ -105,3 +106,12 @@ def test_a_missing_file_is_not_called_invalid(tmp_path):
     for read in (files.read_json, files.read_object, files.read_yaml):
         with pytest.raises(BadInput, match=r"nothing\.json is missing\.$"):
             read(tmp_path / "nothing.json")
+
+
+def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch):
+    def unsupported(*_: object) -> None:
+        raise OSError(errno.ENOTSUP, "Operation not supported")
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    with pytest.raises(BadInput, match=rf"{tmp_path} cannot be locked \(Operation not supported\): use a folder on"):
+        lock(tmp_path / ".lock")

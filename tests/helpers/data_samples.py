@@ -43,4 +43,5 @@ def tokenize_words(corpus: Path, output: Path, **settings: object) -> list[str]:
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    return {str(file.relative_to(folder)): file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()}
+    files = (file for file in sorted(folder.rglob("*")) if file.is_file() and file.name != ".lock")  # a process id
+    return {str(file.relative_to(folder)): file.read_bytes() for file in files}

@@ -13,7 +13,9 @@ import os
 import re
 import shutil
 import stat
+import sys
 import tempfile
+import time
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -24,6 +26,7 @@ from gradwire.base.errors import BadInput, RunFault
 BROKEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 PATH = (errno.EROFS, errno.EACCES, errno.EPERM, errno.EEXIST, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG)
 LARGEST_CONFIGURATION, LARGEST_JSON = 1 << 24, 1 << 30  # bytes of a file that is read whole
+POLL_S = 0.1  # seconds between attempts to lock a file
 SUMS = "SHA256SUMS"  # of a folder's files, as `sha256sum --check` reads it
 SPECIAL = {stat.S_IFIFO: "pipe", stat.S_IFCHR: "device", stat.S_IFBLK: "device", stat.S_IFSOCK: "socket"}
 
@@ -211,27 +214,49 @@ def _remove(part: Path) -> None:
         part.unlink(missing_ok=True)
 
 
-def lock(path: Path, *, share: bool = False) -> IO[str]:
+def lock(path: Path, *, share: bool = False, patience_s: float = 0.0) -> IO[str]:
     """Lock a file until it is closed or this process exits; ``share`` takes a shared lock.
 
+    Args:
+        path: The file, made if it is missing.
+        share: Take a shared lock.
+        patience_s: Seconds to wait for another process that holds the lock; a line says so.
+
     Raises:
-        BadInput: If another process holds the lock, with its process id.
+        BadInput: If another process holds the lock, with its process id, or the file system has no locks.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     stream = path.open("a+")
-    try:
-        fcntl.flock(stream, (fcntl.LOCK_SH if share else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-    except BlockingIOError:
+    until, waits = time.monotonic() + patience_s, False
+    while not _flocked(stream, fcntl.LOCK_SH if share else fcntl.LOCK_EX):
         stream.seek(0)
         holder = stream.read().strip()
-        stream.close()
-        raise BadInput(
-            f"{path.parent} is in use by another process ({holder}): wait for it, or work in a copy of this folder."
-        ) from None
+        if time.monotonic() >= until:
+            stream.close()
+            raise BadInput(
+                f"{path.parent} is in use by another process ({holder}): wait for it, or work in a copy of this folder."
+            )
+        if not waits:
+            print(f"gradwire: waiting for process {holder}, which works in {path.parent}", file=sys.stderr, flush=True)
+        waits = True
+        time.sleep(POLL_S)
     stream.truncate(0)
     stream.write(str(os.getpid()))
     stream.flush()
     return stream
+
+
+def _flocked(stream: IO[str], kind: int) -> bool:
+    """Take the lock of a file unless another process has it; return whether it was taken."""
+    try:
+        fcntl.flock(stream, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:  # of some network file systems
+        folder = Path(stream.name).parent
+        stream.close()
+        raise BadInput(f"{folder} cannot be locked ({error.strerror}): use a folder on another file system.") from None
+    return True
 
 
 def write_text(path: Path, text: str) -> None:

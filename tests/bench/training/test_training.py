@@ -600,6 +600,14 @@ def test_a_folder_of_another_configuration_is_refused_and_kept(done, shards, by_
     assert (folder / "record.json").read_bytes() == before
 
 
+def test_torchruns_ranks_refuse_a_batch_of_more_samples_than_there_are(done, shards, tmp_path, monkeypatch, capsys):
+    for name, value in places(1, "127.0.0.1", 0)[0].items():
+        monkeypatch.setenv(name, value)
+    private = {"dp_noise_multiplier": 1.0, "dp_max_grad_norm": 1.0, "dp_sampling": "poisson"}
+    assert cli.main(["train", *words(shards, tmp_path, batch_size=100_000, **private)]) == 2
+    assert "too few for one batch of 100000 on each of 1 ranks" in capsys.readouterr().err
+
+
 def test_two_runs_do_not_share_a_folder(shards, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(train, "GRACE", 0.0)
     with lock(tmp_path / ".lock"):

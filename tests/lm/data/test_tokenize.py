@@ -329,13 +329,14 @@ def test_a_tokenizer_with_an_unusable_configuration(case, corpus, output, tmp_pa
     assert {file.name for file in (tmp_path / "out").iterdir()} - {".lock"} == {"tokenize.failed.json"}
 
 
-def test_a_run_waits_for_another_one_in_its_folder(corpus, output, tmp_path):
+def test_a_run_waits_for_another_one_in_its_folder_and_says_so(corpus, output, tmp_path, capsys):
     words = tokenize_words(corpus, tmp_path / "out", tokenizer=output / "tokenizer")
     with ThreadPoolExecutor(1) as other, lock(tmp_path / "out" / ".lock"):
         code = other.submit(main, words)
         time.sleep(0.5)
         assert not code.done() and not (tmp_path / "out" / "shards").exists()
     assert code.result() == 0
+    assert capsys.readouterr().err.count(f"waiting for process {os.getpid()}, which works in {tmp_path / 'out'}\n") == 1
 
 
 def test_a_tokenizer_that_knows_no_token(corpus, output, tmp_path, capsys):

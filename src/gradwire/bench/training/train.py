@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,8 +28,6 @@ PRELOAD = (
     "transformers.models.gpt2.modeling_gpt2",
 )
 """Modules that each rank imports and that are slow to import."""
-
-POLL = 0.1  # seconds between attempts to lock the run's folder
 
 
 def output_dir(options: Options) -> Path:
@@ -94,36 +90,14 @@ def main(options: Options) -> None:
     from gradwire.comm.collectives.world import process_group, simulated_world
 
     group = rank_options(options)
-    with locked(options.output_dir, group["here"].rank), process_group(**group) as world, preemption() as asked:
+    # No other run writes there. The ranks of a killed launcher have GRACE seconds to save a checkpoint and exit.
+    alone = nullcontext() if group["here"].rank else lock(options.output_dir / ".lock", patience_s=GRACE)
+    with alone, process_group(**group) as world, preemption() as asked:
         check_one_process(options, world.world_size)
         if options.simulated_ranks is None:
             take_part(options, world, asked)
         else:
             simulated_world(options.simulated_ranks, world.device, lambda rank: take_part(options, rank, asked))
-
-
-@contextmanager
-def locked(folder: Path, rank: int) -> Iterator[None]:
-    """Lock the run's folder on rank 0, so that no other run writes there.
-
-    The ranks of a killed launcher have ``GRACE`` seconds to save a checkpoint and exit, so as long it waits for them.
-
-    Raises:
-        BadInput: If another run goes on there.
-    """
-    if rank:
-        yield
-        return
-    started, held = time.monotonic(), None
-    while held is None:
-        try:
-            held = lock(folder / ".lock")
-        except BadInput:
-            if time.monotonic() - started > GRACE:
-                raise
-            time.sleep(POLL)
-    with held:
-        yield
 
 
 def check_one_process(options: Options, processes: int) -> None:
@@ -144,13 +118,15 @@ def take_part(options: Options, world: World, asked: Preemption) -> None:
     from gradwire.bench.training import results
     from gradwire.bench.training.loop import train
     from gradwire.bench.training.measure import link_name
+    from gradwire.lm.data.batches import check_enough
     from gradwire.lm.data.shards import Shards
 
     settings = settings_of(options).shared_out(world.world_size, link_name())
     folder = shards_folder(options, world.rank)
     splits = Shards(folder, "train"), Shards(folder, "val")
+    check_enough(splits[0], settings.training.batch_size, world.world_size)  # torchrun's ranks have had no preflight
     identity = settings.identity(world.world_size, splits[0].digest)
-    check_run_folder(settings.output_dir, identity)  # torchrun starts ranks without a preflight
+    check_run_folder(settings.output_dir, identity)
     model, optimizer, outcome = train(settings, splits, world, identity, asked)
     record = results.write(settings, identity, splits, world, model, optimizer, outcome)
     if record is not None:

@@ -5,18 +5,17 @@ What imports much is imported where it is used, since the flags are here.
 
 from __future__ import annotations
 
-import fcntl
+import math
 import os
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field
 
 from gradwire.base.errors import BadInput
-from gradwire.base.files import check_folder, check_regular, digest, sha256_file
+from gradwire.base.files import check_folder, check_regular, digest, lock, sha256_file
 from gradwire.base.flags import COUNT, FRACTION
 from gradwire.base.strict import Strict
 from gradwire.lm.data import (
@@ -114,7 +113,7 @@ def tokenize(
 
     check_shard(max_length, shard_size)
     tokenizer_folder, shards = output_dir / "tokenizer", output_dir / "shards"
-    with locked(output_dir):
+    with lock(output_dir / ".lock", patience_s=math.inf):
         kept = tokenizer_folder.exists()
         try:
             ready = tokenizers.prepare(tokenizer, tokenizer_folder, data_path, vocab_size, skip_invalid)
@@ -253,12 +252,3 @@ def source() -> str:
     from gradwire.base.source_digest import source_digest
 
     return source_digest("gradwire.lm.data.tokenize")
-
-
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Lock a folder that several runs share, so that one process at a time fills it; the lock ends with its process."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("w") as stream:
-        fcntl.flock(stream, fcntl.LOCK_EX)
-        yield
