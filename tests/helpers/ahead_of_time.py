@@ -1,4 +1,4 @@
-"""Compile CUDA kernels for two architectures, without a GPU: ``python ahead_of_time.py METHOD|projections ...``.
+"""Compile CUDA kernels for three architectures, without a GPU: ``python ahead_of_time.py METHOD|projections ...``.
 
 Each method encodes and decodes a tensor while Triton's launches are recorded
 instead of run; what was recorded is compiled ahead of time. Prints a line for each kernel: registers of a thread, and
@@ -23,7 +23,7 @@ from triton.runtime.jit import JITFunction
 from gradwire.attribution.projections import cuda
 from gradwire.comm.compressors import build, kernels
 
-CAPABILITIES = (80, 90)
+CAPABILITIES = (80, 90, 100)  # A100, H100, B200
 
 
 class Absent(DriverBase):
