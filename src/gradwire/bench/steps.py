@@ -32,6 +32,7 @@ COLUMNS = {  # names and Arrow's types
     "kind": "string",
     **dict.fromkeys(("val_loss", "clipped_fraction", "sample_norm_mean", "epsilon", "around_ms"), "double"),
 }
+DENSE = "dense"  # the kind of steps whose gradients are not compressed yet
 INTEGERS = ("step", "rank")
 KNOWN = (*INTEGERS, "warmup", "profiled", "kind")  # never null; other columns are null if not measured
 TIME = "step_ms"  # null in all rows if ranks were simulated, else in none
@@ -93,15 +94,18 @@ def durations(step: NDArray[np.int64], ms: NDArray[np.float64]) -> NDArray[np.fl
     return longest
 
 
-def weights(measured: Sequence[str], counted: Sequence[str]) -> list[float]:
-    """Weights of measured steps, so that each kind has the share that it has of all steps that count; the sum is 1.
+def weights(measured: Sequence[str], run: Sequence[str]) -> list[float]:
+    """Weights of measured steps, so that each kind has the share that it has of the run; the sum is 1.
+
+    Dense steps only begin a run, so they count where nothing else was measured.
 
     Args:
         measured: The kind of each measured step, at least one.
-        counted: The kinds of the steps that count, the measured ones among them; a kind that was not measured is left
-            out.
+        run: The kind of each step of the run; a kind that was not measured is left out.
     """
-    number, share = Counter(measured), Counter(counted)
+    number, share = Counter(measured), Counter(run)
+    if number.keys() != {DENSE}:
+        share[DENSE] = 0
     each = [share[kind] / number[kind] for kind in measured]
     return [weight / sum(each) for weight in each]
 

@@ -281,7 +281,7 @@ def test_a_meter_that_disagrees_with_the_trace_of_any_rank_is_reported(tmp_path,
 def test_a_round_in_which_one_step_of_five_communicates_has_its_share_in_the_mean_step(tmp_path):
     for rank in (0, 1):
         write_trace(tmp_path, rank, RECORDED)
-    two_rounds = [*RIGHT[:3], *[(9.0, 9.0, 9.0)] * 8]  # after a step of warm-up
+    two_rounds = [*RIGHT[:3], *[(9.0, 9.0, 9.0)] * 7]
     write_steps(tmp_path, {0: two_rounds, 1: two_rounds})
     profile = profile_of(tmp_path)
     assert profile["encode_ms_per_step"] == pytest.approx(0.8 * 0.07 + 0.2 * 0.09)

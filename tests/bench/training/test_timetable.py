@@ -59,6 +59,8 @@ def test_a_kind_has_the_weight_of_its_steps_among_all():
     assert weights(["local", "end"], ROUNDS) == pytest.approx([0.8, 0.2])
     assert weights(["end", "local", "local"], ROUNDS) == pytest.approx([0.2, 0.4, 0.4])
     assert weights(["local"], ROUNDS) == [1], "a kind that was not measured is left out"
+    assert weights(["alike", "dense"], ["dense"] * 3 + ["alike"] * 2) == [1, 0]
+    assert weights(["dense"], ["dense"] * 3) == [1]
 
 
 LOCAL = {"method": "int8", "comm_optimizer": "diloco", "H": 4}

@@ -549,6 +549,16 @@ def test_a_mean_step_has_as_many_ends_of_rounds_as_the_run_whatever_was_profiled
     assert found["tokens_per_s"] == pytest.approx(10 / 0.040)
 
 
+def test_a_round_that_ends_in_the_profiled_steps_does_not_count_twice():
+    """60 steps of two rounds, of which the last 30 are timed, as in `configs/time-to-loss.yaml`."""
+    rows = [
+        {"step": step, "rank": 0, "warmup": step < 26, "profiled": 26 <= step < 30, "tokens": 10}
+        | ({"kind": "end", "step_ms": 320.0} if step % 30 == 29 else {"kind": "local", "step_ms": 20.0})
+        for step in range(60)
+    ]
+    assert totals.times(rows)["step_time_ms_mean"] == pytest.approx(30)
+
+
 BAD = {
     "unknown compressor": (["--comm_compress", "int7"], ["unknown compressor 'int7'", "'int8'"]),
     "no object": (["--comm_config_json", "[1]"], ["JSON object", "[1]"]),

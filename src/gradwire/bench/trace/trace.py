@@ -219,9 +219,9 @@ def shares(path: Path, number: int) -> list[float]:
     """
     if not path.exists():
         return [1 / number] * number
-    rows = [row for row in sorted_rows(path, ["step", "rank", "warmup", "profiled", "kind"]) if row["rank"] == 0]
+    rows = [row for row in sorted_rows(path, ["step", "rank", "profiled", "kind"]) if row["rank"] == 0]
     recorded = [row["kind"] for row in rows if row["profiled"]][-number:]
-    return weights(recorded, [row["kind"] for row in rows if not row["warmup"]])
+    return weights(recorded, [row["kind"] for row in rows])
 
 
 def mean(breakdowns: Iterable[Times], share: Sequence[float] | None = None) -> Times:

@@ -12,6 +12,7 @@ from torch import nn
 
 from gradwire.base.machine import multiplies_bf16
 from gradwire.bench.config import Cell, Training
+from gradwire.bench.steps import DENSE
 from gradwire.bench.training.environment import PeakMemory
 from gradwire.bench.training.measure import Row
 from gradwire.bench.training.objective import Guarantee, Plain, Private, Quality, guarantee
@@ -151,7 +152,7 @@ def build_reducer(settings: Settings, world: World) -> Reducer | None:
 def kinds_of_steps(optimizer: torch.optim.Optimizer, dense_steps: int, steps: int) -> list[str]:
     """The kind of each step of a run: steps of a kind communicate alike."""
     kind = optimizer.kind if isinstance(optimizer, optimizers.Communicating) else lambda step: optimizers.ALIKE
-    return ["dense" if step < dense_steps else kind(step) for step in range(steps)]
+    return [DENSE if step < dense_steps else kind(step) for step in range(steps)]
 
 
 def rehearse_codecs(cell: Cell, parts: Parts, device: torch.device) -> None:

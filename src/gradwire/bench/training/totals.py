@@ -29,12 +29,11 @@ from gradwire.comm.topology import between_islands
 def times(rows: list[Row]) -> Row:
     """Statistics of step times, without warm-up and profiled steps; a step's time is its slowest rank's.
 
-    In means a kind of steps has the share that it has of all steps after the warm-up. They are null for simulated
-    ranks.
+    In means a kind of steps has the share that it has of the run. They are null for simulated ranks.
     """
     slowest: dict[int, float] = {}
     tokens: dict[int, int] = {}
-    kinds = {row["step"]: row["kind"] for row in rows if not row["warmup"]}
+    kinds = {row["step"]: row["kind"] for row in rows}
     for row in rows:
         if not row["warmup"] and not row["profiled"] and row["step_ms"] is not None:
             slowest[row["step"]] = max(slowest.get(row["step"], 0.0), row["step_ms"])
