@@ -26,7 +26,7 @@ from pathlib import Path
 import numpy as np
 from scipy.stats import spearmanr
 
-from gradwire.attribution.store import store
+from gradwire.attribution.store import row_file
 from gradwire.base.files import read_object, write_json
 from gradwire.lm.data.shards import Shards
 
@@ -231,7 +231,7 @@ def compare_gradients(folder: Path, python: str) -> None:
     data = ("--model_dir", folder / "trained/model", "--data_path", folder / "data/shards", "--modules", LINEAR)
     whole = ("--projection", "none", "--dim", sizes.sum(), "--max_samples", EXACT, "--output_path", run)
     measured(run, [*GRADWIRE, "grads", "collect", *data, *whole])
-    ours = store.read(store.all_names(run / f"rank_0/dim{sizes.sum()}")).rows.double().numpy()
+    ours = row_file.RowFile(run / f"rank_0/dim{sizes.sum()}" / "all_orig.pt").read(0, EXACT).astype(np.float64)
     rows = np.concatenate([parts[name] for name in sorted(names, key=position_in(folder / "trained/model"))], 1)
     deviations = np.linalg.norm(rows - ours, axis=1) / np.linalg.norm(ours, axis=1)
     print(f"\nlargest deviation of {EXACT} whole gradients from bergson's: {deviations.max():.1e}")

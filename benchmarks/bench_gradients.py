@@ -220,17 +220,17 @@ def enlarge(source: Path, folder: Path, count: int) -> None:
     """Write a store of ``count`` rows made from those of another, with digests and checksums that are right."""
     import pyarrow as pa
 
-    from gradwire.attribution.query.search import open_store
+    from gradwire.attribution.query.gradient_store import GradientStore
     from gradwire.attribution.store import provenance, row_file
     from gradwire.base.files import sha256_file
 
-    real = open_store(source)
+    real = GradientStore(source)
     folder.mkdir(parents=True)
     names, tables, ids = store.all_names(folder), [], []
     with row_file.tensor_writer(names.rows, (count, real.manifest.dim)) as writer:
-        for copy, block in enumerate(noisy(real.rows.read(0, real.rows.shape[0]), count)):
-            copied = [f"{id_}~{copy}" for id_ in real.rows.ids[: len(block)]]
-            meta = real.rows.meta.slice(0, len(block)).set_column(0, "sample_id", pa.array(copied, pa.string()))
+        for copy, block in enumerate(noisy(real[:], count)):
+            copied = [f"{id_}~{copy}" for id_ in real.ids[: len(block)]]
+            meta = real.meta.slice(0, len(block)).set_column(0, "sample_id", pa.array(copied, pa.string()))
             tables.append(store.with_digests(real.manifest.identity, meta, torch.from_numpy(block)))
             ids += copied
             writer.append(block)
@@ -263,7 +263,7 @@ def query(args: argparse.Namespace) -> None:
         "scores, dot": lambda: scored(file, against["dot"], "dot"),
         "scores, cosine": lambda: scored(file, against["cosine"], "cosine"),
         "search, cosine: scores, order, verified rows": lambda: nearest(
-            searcher.store, against["cosine"], "cosine", 10
+            searcher.store.rows, against["cosine"], "cosine", 10
         ),
     }
     measured = interleaved("cpu", jobs, args.rounds)

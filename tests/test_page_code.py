@@ -1,10 +1,15 @@
-"""The Python blocks of the pages on the library run as they are, on the ranks that a page speaks of."""
+"""The Python blocks of the pages on the library run as they are, on the ranks that a page speaks of.
+
+Those of ``PROGRAMS`` run one after another, as one program.
+"""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
+import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
 from torch import nn
@@ -21,6 +26,7 @@ PAGES = {  # page -> ranks
     "docs/explanation/local-updates.md": 2,
     "docs/how-to/from-a-tutorial.md": 4,
 }
+PROGRAMS = ("docs/how-to/nearest-samples.md",)
 BLOCKS = [
     (page, number, code, ranks)
     for page, ranks in PAGES.items()
@@ -80,3 +86,21 @@ def test_pages_have_code():
 def test_a_block_runs_as_it_is(world, code, ranks, tmp_path):
     for sent, trained in world(ranks).run(ran, code, tmp_path):
         assert sent > 0 and trained
+
+
+def test_a_page_of_blocks_that_follow_each_other_is_a_program(tmp_path, monkeypatch, capsys):
+    """From a model to the samples nearest to a drawing, which are drawings of the same shape."""
+    monkeypatch.chdir(tmp_path)
+    (page,) = PROGRAMS
+    blocks, given = BLOCK.findall((ROOT / page).read_text(encoding="utf-8")), {}
+    for block in blocks:
+        exec(block, given)
+    assert len(blocks) == 10 and given["loss"].item() < 0.1
+    assert capsys.readouterr().out.startswith("240 (240, 1747) ['cross-0', 'cross-1']\n")
+    rows = given["rows_of"](given["images"], given["labels"]).double().numpy()
+    asked = given["query"].double().numpy()[0]
+    cosines = rows @ asked / np.linalg.norm(rows, axis=1) / np.linalg.norm(asked)
+    assert [hit.score for hit in given["near"]] == pytest.approx(sorted(cosines)[:-6:-1], abs=1e-3)
+    assert {hit.sample_id.partition("-")[0] for hit in given["near"]} == {"square"}
+    assert Path("near.svg").read_text(encoding="utf-8").count("<image") == 6
+    assert gradwire.GradientStore("rows").ids == pq.read_table("rows.parquet")["sample_id"].to_pylist()

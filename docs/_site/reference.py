@@ -72,6 +72,7 @@ ROOMS = {  # page: its title and modules
             "gradwire.attribution.persample.batch",
             "gradwire.attribution.persample.norms",
             "gradwire.attribution.projections.base",
+            "gradwire.attribution.store.row_writer.RowWriter",
             "gradwire.attribution.store.store",
         ),
     ),

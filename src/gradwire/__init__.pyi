@@ -1,3 +1,4 @@
+from gradwire.attribution.query.gradient_store import GradientStore as GradientStore
 from gradwire.bench.report.predict import predict as predict
 from gradwire.bench.report.rows.record import load_results as load_results
 from gradwire.comm.compressors.methods.bf16 import BF16 as BF16

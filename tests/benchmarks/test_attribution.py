@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import blocks
 import numpy as np
 import pytest
 import torch
@@ -110,7 +111,7 @@ def test_the_table_is_the_rank_correlation_of_summed_scores(scored):
     record, subsets = json.loads((scored / "lds.json").read_text()), subsets_of(scored)
     rows, queries = (
         {
-            kind: store.read_rows(scored / f"{split}-{kind}-sjlt-64" / "dim64" / "all_orig.pt").double().numpy()
+            kind: blocks.read_rows(scored / f"{split}-{kind}-sjlt-64" / "dim64" / "all_orig.pt").double().numpy()
             for kind in kinds
         }
         for split, kinds in (("train", ("sgd", "adam")), ("val", ("sgd",)))
@@ -241,8 +242,8 @@ def test_planted_samples_are_what_they_are_called(small, planted):
 
 def test_recall_is_the_share_of_planted_samples_among_the_best(planted):
     ids = store.read_ids(planted / "train-sgd-sjlt-64" / "dim64" / "all_ids.pkl")
-    rows = store.read_rows(planted / "train-sgd-sjlt-64" / "dim64" / "all_orig.pt").double()
-    queries = store.read_rows(planted / "val-sgd-sjlt-64" / "dim64" / "all_orig.pt").double()
+    rows = blocks.read_rows(planted / "train-sgd-sjlt-64" / "dim64" / "all_orig.pt").double()
+    queries = blocks.read_rows(planted / "val-sgd-sjlt-64" / "dim64" / "all_orig.pt").double()
     judged = {row["method"]: row for row in json.loads((planted / "recall.json").read_text())["methods"]}
     cosines = torch.nn.functional.cosine_similarity(rows[:, None], queries[None], dim=2)
     for query, (kind, count) in enumerate((("exact", 2), ("edited", 2), ("task", 5))):

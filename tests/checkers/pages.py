@@ -1,7 +1,8 @@
 """Write the Python blocks of all pages as modules into a folder, for type checkers: pages.py FOLDER.
 
 A block is at the lines that it has on its page. One that is not a whole file begins with the names of `reader.py`,
-which a reader has already. One more module makes what has options, without them.
+which a reader has already. The blocks of a page in ``PROGRAMS`` are one module. One more makes what has options,
+without them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import gradwire
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+PROGRAMS = {ROOT / "docs/how-to/nearest-samples.md"}
 METHODS = "gradwire.comm.compressors.methods."
 MODELS = """import gradwire as gw
 from gradwire.comm.communication import Communication, Outer, Streaming
@@ -37,13 +39,21 @@ def blocks(text: str) -> list[str]:
     ]
 
 
+def program(text: str) -> list[str]:
+    """The Python blocks of a page as one module."""
+    module = ""
+    for block in BLOCK.finditer(text):
+        module += "\n" * (text.count("\n", 0, block.start(1)) - module.count("\n")) + block[1]
+    return [module]
+
+
 def modules() -> dict[str, str]:
     """Every module, by name."""
     pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")]
     written = {
         re.sub(r"\W", "_", f"{page.relative_to(ROOT).with_suffix('')}_{number}"): module
         for page in pages
-        for number, module in enumerate(blocks(page.read_text(encoding="utf-8")))
+        for number, module in enumerate((program if page in PROGRAMS else blocks)(page.read_text(encoding="utf-8")))
     }
     public = (name for name, home in gradwire.HOMES.items() if home.startswith(METHODS))
     written["defaults"] = MODELS + "".join(f"gw.{name}()\n" for name in public)

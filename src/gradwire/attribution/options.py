@@ -26,6 +26,7 @@ RowUnit = Literal["sample", "token", "module"]
 GradMethod = Literal["auto", "loop", "vmap", "hooks"]
 RowStrategy = Literal["ddp", "fsdp2"]
 Metric = Literal["cosine", "dot"]
+Over = Literal["mean", "max"]
 Count = Annotated[int, COUNT]
 DAMPING = 0.1  # of a curvature, in units of its mean
 PROJECTION: Projection = "sjlt"

@@ -87,7 +87,7 @@ def main(options: Options) -> None:
         BadInput: If a file or a checkpoint is invalid.
         GradwireError: If a step fails.
     """
-    from gradwire.attribution.query.searcher import select
+    from gradwire.attribution.query.documents import select
     from gradwire.lm.data.document import plain
 
     checkpoints = checkpoints_of(options.checkpoints)

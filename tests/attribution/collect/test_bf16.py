@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import blocks
 import pytest
 import torch
 
@@ -34,7 +35,7 @@ def collect(small, run, dim, *words):
 def test_rows_have_the_error_of_bfloat16(small, exact, tmp_path, method):
     dim = exact.shape[1]
     assert collect(small, tmp_path, dim, "--projection", "none", "--method", method) == 0
-    rows = store.read(store.all_names(tmp_path / f"rank_0/dim{dim}")).rows
+    rows = blocks.read(store.all_names(tmp_path / f"rank_0/dim{dim}")).rows
     assert rows.dtype == torch.float32
     deviations = (rows - exact).norm(dim=1) / exact.norm(dim=1)
     assert 1e-4 < deviations.max() < 0.03, deviations

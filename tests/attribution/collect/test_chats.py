@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import blocks
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -102,7 +103,7 @@ def test_stores_of_two_formats_are_not_compared(made, tmp_path, capsys):
     collected(model_dir, chats, tmp_path / "run", 4096, *options)
     plain = tmp_path / "run" / "dim4096"
     assert provenance.read_manifest(plain).chat_format == "plain"
-    assert not (store.read_rows(plain / "all_orig.pt") == store.read_rows(dim / "all_orig.pt")).all()
+    assert not (blocks.read_rows(plain / "all_orig.pt") == blocks.read_rows(dim / "all_orig.pt")).all()
     capsys.readouterr()
     words = ["--train", dim, "--validation", plain, "--output_dir", tmp_path / "selected"]
     assert cli.main(["grads", "influence", *map(str, words)]) == 2

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from functools import partial
 
+import blocks
 import full_disk
 import numpy as np
 import pytest
@@ -155,7 +156,7 @@ def test_the_rows_are_the_preconditioned_gradients_projected(small, collected):
     made = ekfac.EKFAC(found.bases, found.moments, 0.2, torch.device("cpu"))(whole)
     shapes = {name: tuple(gradient.shape[1:]) for name, gradient in gradients.items()}
     expected = projections.build("sjlt", shapes, 0).project(made, [DIM])[DIM]
-    rows = store.read_rows(collected / "queries" / f"dim{DIM}" / "all_orig.pt")
+    rows = blocks.read_rows(collected / "queries" / f"dim{DIM}" / "all_orig.pt")
     assert (rows - expected).norm() < 1e-3 * expected.norm(), "with the damping of the factors"
 
 
@@ -167,7 +168,7 @@ def test_stores_are_validated_and_ranked(small, collected, tmp_path):
     words += ["--metric", "dot", "--output_dir", tmp_path / "top", "--top_k", 3]
     assert cli.main(["grads", "influence", *map(str, words)]) == 0
     files = [collected / name / f"dim{DIM}" / "all_orig.pt" for name in ("train", "queries")]
-    rows, queries = (store.read_rows(file).double().numpy() for file in files)
+    rows, queries = (blocks.read_rows(file).double().numpy() for file in files)
     scores = np.sort((rows @ queries.T).mean(1))[::-1][:3]
     lines = [json.loads(line) for line in (tmp_path / "top" / "top.jsonl").read_text().splitlines()]
     assert [line["score"] for line in lines] == pytest.approx(scores.tolist(), rel=1e-6)
@@ -243,7 +244,7 @@ def test_the_factors_of_an_adapter(small, collected, tmp_path, capsys):
     assert cli.main(["grads", "collect", *map(str, words), "--optimizer_dir", str(collected / "factors")]) == 2
     assert "has the factors of another model, LoRA adapter or modules" in capsys.readouterr().err
     assert cli.main(["grads", "collect", *map(str, words), "--optimizer_dir", str(tmp_path / "factors")]) == 0
-    found = store.read(store.all_names(tmp_path / "run" / "rank_0" / f"dim{numel}")).rows.double()
+    found = blocks.read(store.all_names(tmp_path / "run" / "rank_0" / f"dim{numel}")).rows.double()
     exact = ekfac.factored(
         made,
         batches_of(shards, 1),

@@ -10,6 +10,7 @@ import math
 import shutil
 from dataclasses import replace
 
+import blocks
 import pytest
 import torch
 from small_model import make, origin
@@ -118,7 +119,7 @@ def collect(small, run, *more, expect=0):
 
 
 def rows_of(run, rank=0, dim=36):
-    return store.read(store.all_names(run / f"rank_{rank}" / f"dim{dim}"))
+    return blocks.read(store.all_names(run / f"rank_{rank}" / f"dim{dim}"))
 
 
 def exact(small, grad_type="sgd", loss="mean", projection="sjlt", model=None):

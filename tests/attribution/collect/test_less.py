@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import blocks
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
@@ -73,7 +74,7 @@ def test_the_commands_of_the_page_select_as_less_does(tmp_path):
     pairs, rates = 0.0, []
     for step in (20, 40, 60):
         one, other = (
-            store.read_rows(tmp_path / f"grads/{part}-{step}/dim8192/all_orig.pt").double().numpy()
+            blocks.read_rows(tmp_path / f"grads/{part}-{step}/dim8192/all_orig.pt").double().numpy()
             for part in ("train", "validation")
         )
         one, other = (rows / np.linalg.norm(rows, axis=1, keepdims=True) for rows in (one, other))

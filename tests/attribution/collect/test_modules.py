@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import blocks
 import numpy as np
 import pytest
 import torch
@@ -54,7 +55,7 @@ def projected(small, tmp_path_factory):
 @pytest.mark.parametrize("method", ["hooks", "vmap", "loop"])
 def test_rows_are_gradients_of_the_modules_alone(small, chosen, tmp_path, method):
     collect(small, tmp_path, chosen.shape[1], "--projection", "none", "--method", method)
-    block = store.read(store.all_names(tmp_path / f"dim{chosen.shape[1]}"))
+    block = blocks.read(store.all_names(tmp_path / f"dim{chosen.shape[1]}"))
     torch.testing.assert_close(block.rows.double(), chosen, rtol=1e-3, atol=1e-6)
     np.testing.assert_allclose(block.meta["norm"], chosen.norm(dim=1), rtol=1e-4)
     assert json.loads((tmp_path / "collect.json").read_text())["of_modules"] == [*PATTERNS]

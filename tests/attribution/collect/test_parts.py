@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 
+import blocks
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
@@ -64,7 +65,7 @@ def merged(made, run, dim, *words):
 def aggregated(run, dim):
     main("grads", "aggregate", "--base_path", run, "--dim", dim)
     main("grads", "validate", "--output_dir", run, "--recompute", 7)
-    return store.read(store.all_names(run / f"dim{dim}"))
+    return blocks.read(store.all_names(run / f"dim{dim}"))
 
 
 def samples_of(data):
@@ -129,7 +130,7 @@ def stores(made, tmp_path_factory):
 
 def test_a_query_finds_tokens_and_shows_what_was_read(made, stores, capsys):
     words, samples = load_tokenizer(made[2]), {one.sample_id: one for one in samples_of(made[1])}
-    block = store.read(store.all_names(stores[0]))
+    block = blocks.read(store.all_names(stores[0]))
 
     def ask(*flags):
         capsys.readouterr()
@@ -153,7 +154,7 @@ def test_influence_of_tokens_on_samples(made, stores, tmp_path):
     tokens, samples = stores
     words = ["--train", tokens, "--validation", samples, "--metric", "dot", "--corpus", made[0], "--top_k", 9]
     main("grads", "influence", *words, "--output_dir", tmp_path)
-    rows, queries = (store.read(store.all_names(path)) for path in stores)
+    rows, queries = (blocks.read(store.all_names(path)) for path in stores)
     scores = rows.rows.double() @ queries.rows.double().mean(0)
     found = pq.read_table(tmp_path / "scores.parquet").to_pydict()
     assert found["sample_id"] == rows.ids
@@ -270,7 +271,7 @@ def modules(made, tmp_path_factory):
 
 def test_a_query_is_compared_as_a_whole_with_each_module(made, modules, capsys):
     words, samples = load_tokenizer(made[2]), {one.sample_id: one for one in Shards(made[1], "all")}
-    rows = store.read(store.all_names(modules[0]))
+    rows = blocks.read(store.all_names(modules[0]))
 
     def ask(path, *flags):
         capsys.readouterr()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from itertools import accumulate, pairwise
 
+import blocks
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -214,7 +215,7 @@ def test_collected_rows_are_gradients_of_the_loss_of_the_targets(made, tmp_path,
     words = ["--loss", loss, "--projection", "none", "--metadata", "n_tokens,n_valid"]
     path = collected(model_dir, folder_, tmp_path / "run", size, *words)
     assert cli.main(["grads", "validate", "--output_dir", str(tmp_path / "run"), "--recompute", "5"]) == 0
-    block = store.read(store.all_names(path))
+    block = blocks.read(store.all_names(path))
     flagged = list[str]()
     for id_, row, noted in zip(block.ids, block.rows.double(), block.meta.to_pylist(), strict=True):
         expected, count, gradient = by_hand(model, sample := all_samples(folder_)[id_], loss)
@@ -247,7 +248,7 @@ def test_norms_and_fused_rows_are_those_of_the_loss_of_the_targets(made, tmp_pat
         assert row["norm"] == pytest.approx(float(expected[row["id"]][2].norm()), rel=1e-4, abs=1e-6)
     words += ["--output_path", tmp_path / "run", "--dim", 64, "--projection", "factored", "--method", "hooks"]
     assert cli.main(["grads", "collect", *map(str, words)]) == 0
-    block = store.read(store.all_names(tmp_path / "run" / "rank_0" / "dim64"))
+    block = blocks.read(store.all_names(tmp_path / "run" / "rank_0" / "dim64"))
     for id_, norm in zip(block.ids, block.meta["norm"].to_pylist(), strict=True):
         assert norm == pytest.approx(float(expected[id_][2].norm()), rel=1e-4, abs=1e-6)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 
+import blocks
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
@@ -13,7 +14,7 @@ from changed_store import collected, copied, edit, sign
 
 from gradwire import cli
 from gradwire.attribution.query import search
-from gradwire.attribution.query.influence import grouped
+from gradwire.attribution.query.search import grouped
 from gradwire.attribution.store import store
 from gradwire.base.errors import BadInput
 
@@ -41,7 +42,7 @@ def influence(output, train, validation, *more):
 
 
 def rows(path):
-    return store.read_rows(path / "all_orig.pt").double().numpy()
+    return blocks.read_rows(path / "all_orig.pt").double().numpy()
 
 
 @pytest.mark.parametrize("metric", ["cosine", "dot"])
@@ -258,7 +259,7 @@ def test_what_the_rows_are_of_has_to_agree(stores, tmp_path, capsys):
 
 
 def swapped_rows(path):
-    rows = store.read_rows(path / "all_orig.pt").clone()
+    rows = blocks.read_rows(path / "all_orig.pt").clone()
     torch.save(rows.flip(0).contiguous(), path / "all_orig.pt")
     return "all_orig.pt", "its SHA-256 differs"
 

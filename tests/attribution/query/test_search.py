@@ -6,34 +6,20 @@ import os
 
 import numpy as np
 import pytest
-import torch
 
 from gradwire.attribution.query import search
-from gradwire.attribution.store import provenance, store
-from gradwire.attribution.store.provenance import FORMAT, Provenance
+from gradwire.attribution.query.gradient_store import GradientStore
+from gradwire.attribution.store import provenance
 from gradwire.attribution.store.row_file import RowFile
 from gradwire.base.errors import BadInput
-from gradwire.base.files import sha256_file
 
 ROWS, DIM, NEAR = 1501, 48, 9
 
 
 def stored(path, rows):
-    """Write a merged store of these rows, of samples ``s0``, ``s1``, …"""
-    words = dict.fromkeys(("source", "model_dir", "model_digest", "data_digest"), "")
-    about = {"split": "train", "samples": len(rows), "world_size": 1, "dims": [DIM], "grad_type": "sgd", "loss": "mean"}
-    made_by = {"method": "loop", "projection": "rademacher", "seed": 0, "save_interval": len(rows), "data_path": "none"}
-    origin = Provenance(format=FORMAT, **words, **about, **made_by)
-    columns = {"loss": 1.0, "n_targets": 1, "norm": 1.0, "flag": None}
-    names = store.all_names(path)
-    path.mkdir(parents=True)
-    block = store.bind(
-        torch.from_numpy(rows), [{"sample_id": f"s{row}", **columns} for row in range(len(rows))], origin
-    )
-    store.write(names, block)
-    counts = {"dim": DIM, "order": "as in the data", "rows": len(rows), "duplicates": 0, "duplicates_deviation": 0.0}
-    sums = {file.name: sha256_file(file) for file in names}
-    provenance.write_manifest(path, provenance.Manifest(**origin.model_dump(), **counts, sha256=sums))
+    """Write a store of these rows, of samples ``s0``, ``s1``, …"""
+    with GradientStore.create(path) as writer:
+        writer.append(rows, [f"s{row}" for row in range(len(rows))])
     return path
 
 
@@ -73,10 +59,10 @@ CASES = {"usual": lambda rows: rows, "close": close, "mixed": mixed, "tiny": lam
 @pytest.mark.parametrize("case", CASES)
 def test_a_search_by_float32_finds_what_float64_does(tmp_path, case, metric):
     rows = CASES[case](drawn(11))
-    merged = search.open_store(stored(tmp_path / "dim48", rows))
+    merged = GradientStore(stored(tmp_path / "dim48", rows))
     place = 7 if case != "mixed" else 3
     against = search.target(rows[[place]], metric, np.zeros(1, np.int64))
-    found = search.nearest(merged, against, metric, NEAR)
+    found = search.nearest(merged.rows, against, metric, NEAR)
     exact = by_hand(rows, place, metric)
     best = np.argsort(-exact, kind="stable")[:NEAR]
     np.testing.assert_allclose([hit.score for hit in found], exact[best], rtol=1e-12)
@@ -88,22 +74,22 @@ def test_a_search_by_float32_finds_what_float64_does(tmp_path, case, metric):
 
 
 def test_every_row_of_a_small_store_is_possible(tmp_path):
-    merged = search.open_store(stored(tmp_path / "dim48", drawn(5)[:3]))
-    assert len(search.nearest(merged, np.ones((1, DIM)), "cosine", 7)) == 3
+    merged = GradientStore(stored(tmp_path / "dim48", drawn(5)[:3]))
+    assert len(search.nearest(merged.rows, np.ones((1, DIM)), "cosine", 7)) == 3
 
 
 def test_checksums_are_compared_once_until_a_file_changes(tmp_path, monkeypatch):
     path = stored(tmp_path / "dim48", drawn(2))
     read, sha256_file = [], provenance.sha256_file
     monkeypatch.setattr(provenance, "sha256_file", lambda file: read.append(file.name) or sha256_file(file))
-    search.open_store(path)
-    search.open_store(path)
+    GradientStore(path).check()
+    GradientStore(path).check()
     assert len(read) == 6 and not (path / "checked.json").exists(), "too new to be remembered"
     for name in provenance.FILES:
         os.utime(path / name, (1e9, 1e9))
-    search.open_store(path)
+    GradientStore(path).check()
     read.clear()
-    search.open_store(path)
+    GradientStore(path).check()
     assert read == []
     assert provenance.differing(path, provenance.read_manifest(path)) == [] and len(read) == 3
     with (path / "all_orig.pt").open("r+b") as stream:
@@ -111,8 +97,8 @@ def test_checksums_are_compared_once_until_a_file_changes(tmp_path, monkeypatch)
         stream.write(b"\x01\x02")
     read.clear()
     with pytest.raises(BadInput, match=r"all_orig\.pt does not match .*manifest\.json"):
-        search.open_store(path)
+        GradientStore(path).check()
     assert read == ["all_orig.pt"]
     (path / "checked.json").write_text("{")
     with pytest.raises(BadInput, match="checked"):
-        search.open_store(path)
+        GradientStore(path).check()

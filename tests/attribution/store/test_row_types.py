@@ -10,6 +10,7 @@ import math
 import shutil
 import struct
 
+import blocks
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
@@ -157,7 +158,7 @@ def test_files_are_read_as_float32_whole_or_in_part(tmp_path, name):
     store.write(names, block_of(name, rows, list("abcdefg")))
     codec = store.codec_of(name, 37)
     decoded = codec.decode(codec.encode(rows))
-    assert torch.equal(store.read(names).rows, decoded) and torch.equal(store.read_rows(names.rows), decoded)
+    assert torch.equal(blocks.read(names).rows, decoded) and torch.equal(blocks.read_rows(names.rows), decoded)
     file = RowFile(names.rows)
     assert file.shape == (7, 37)
     np.testing.assert_array_equal(file.read(2, 5), decoded[2:5])
@@ -258,8 +259,8 @@ def runs(unmerged, tmp_path_factory):
 @pytest.mark.parametrize("name", SCALED)
 def test_a_collection_of_each_type_is_that_of_float32_encoded(unmerged, runs, name):
     for base, place in ((unmerged, f"rank_0/dim{DIM}"), (runs, f"dim{DIM}")):
-        exact = store.read(store.all_names(base / "float32" / place))
-        found = store.read(store.all_names(base / name / place))
+        exact = blocks.read(store.all_names(base / "float32" / place))
+        found = blocks.read(store.all_names(base / name / place))
         assert torch.equal(found.stored, found.codec.encode(exact.rows))
         assert found.ids == exact.ids and found.meta.drop_columns("digest") == exact.meta.drop_columns("digest")
     assert json.loads((runs / name / f"dim{DIM}" / "manifest.json").read_text())["store"] == name
@@ -280,10 +281,10 @@ def test_rows_of_tokens_and_modules_are_stored_as_samples_are(small, tmp_path, u
     for name in ("float32", "onebit"):
         assert collect(small, tmp_path / name, name, *words) == 0 and aggregate(tmp_path / name) == 0
         assert validate(tmp_path / name, "--recompute", "99") == 0
-    exact = store.read(store.all_names(tmp_path / "float32" / f"dim{DIM}"))
+    exact = blocks.read(store.all_names(tmp_path / "float32" / f"dim{DIM}"))
     assert len(exact.ids) > 10 and all("@" in id_ for id_ in exact.ids)
     run = tmp_path / "onebit"
-    found = store.read(store.all_names(run / f"dim{DIM}"))
+    found = blocks.read(store.all_names(run / f"dim{DIM}"))
     assert torch.equal(found.stored, found.codec.encode(exact.rows)) and found.ids == exact.ids
     swapped = found.stored[[1, 0, *range(2, len(exact.ids))]]
     signed = store.with_digests(provenance.read(run).identity, found.meta, swapped)
@@ -308,20 +309,10 @@ def test_a_collection_resumes_with_its_own_type_only(small, unmerged, tmp_path, 
 
 
 @pytest.mark.parametrize("name", TYPES)
-def test_further_files_are_float32(runs, tmp_path, name):
-    run = copied(runs / name, tmp_path / "run")
-    assert aggregate(run, "--export", "parquet", "safetensors") == 0
-    rows = store.read(store.all_names(run / f"dim{DIM}")).rows
-    exported = pq.read_table(run / f"dim{DIM}" / "all_orig.parquet")["row"].to_pylist()
-    assert torch.equal(torch.tensor(exported), rows)
-    assert validate(run) == 0
-
-
-@pytest.mark.parametrize("name", TYPES)
 def test_influence_reads_every_type_and_compares_it_with_float32(runs, tmp_path, name):
     words = ["--train", runs / name / f"dim{DIM}", "--validation", runs / "float32" / f"dim{DIM}"]
     assert cli.main(["grads", "influence", *map(str, [*words, "--output_dir", tmp_path])]) == 0
-    train, other = (store.read(store.all_names(runs / kind / f"dim{DIM}")).rows.double() for kind in (name, "float32"))
+    train, other = (blocks.read(store.all_names(runs / kind / f"dim{DIM}")).rows.double() for kind in (name, "float32"))
     train, other = (rows / rows.norm(dim=1, keepdim=True) for rows in (train, other))
     scores = pq.read_table(tmp_path / "scores.parquet")["score"].to_numpy()
     np.testing.assert_allclose(scores, (train @ other.T).mean(1), rtol=1e-6)
@@ -330,7 +321,7 @@ def test_influence_reads_every_type_and_compares_it_with_float32(runs, tmp_path,
 def rewrite(run, place, change, bind=True):
     """Change a block's stored rows; by default with digests and checksums to match, as a careful forger would."""
     names = store.all_names(run / place)
-    block = store.read(names)
+    block = blocks.read(names)
     stored = change(block.stored.clone())
     meta = store.with_digests(provenance.read(run).identity, block.meta, stored) if bind else block.meta
     store.write(names, block._replace(stored=stored, meta=meta))
@@ -375,7 +366,7 @@ def swap_and_bind(run):
 def another_type(run):
     """The same numbers as another type, bound and signed."""
     names = store.all_names(run / f"dim{DIM}")
-    block = store.read(names)
+    block = blocks.read(names)
     codec = store.codec_of("int8" if block.codec.name != "int8" else "int4", DIM)
     store.write(names, block._replace(codec=codec, stored=codec.encode(block.rows)))
     sign(run / f"dim{DIM}")
@@ -410,7 +401,7 @@ def test_recomputing_finds_rows_that_are_consistently_false(small, runs, tmp_pat
     """Norms and digests match in all files."""
     run = copied(runs / name, tmp_path / "run")
     names = store.merged_names(run, DIM)
-    block = store.read(names)
+    block = blocks.read(names)
     stored = change(block.stored.clone(), block.codec)
     norms = block.codec.decode(stored).double().norm(dim=1) / block.rows.double().norm(dim=1)
     norm = (torch.tensor(block.meta["norm"].to_pylist()) * norms).tolist()

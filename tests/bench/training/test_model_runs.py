@@ -7,6 +7,7 @@ import json
 import pickle
 from itertools import product
 
+import blocks
 import pytest
 import torch
 from diagonals import swept
@@ -14,7 +15,6 @@ from small_runs import losses, run, words
 from transformers import AutoModelForCausalLM
 
 from gradwire import cli
-from gradwire.attribution.store import store
 from gradwire.bench.training.objective import loss_sum
 from gradwire.comm.topology import STRATEGIES as KNOWN
 from gradwire.lm.data import tokenizer
@@ -82,7 +82,7 @@ def check_gradients(saved, shards, output) -> None:
     asked = ["--projection", "none", "--dim", str(LLAMA_NUMEL), "--max_samples", "3", "--device", "cpu"]
     collect = ["grads", "collect", "--model_dir", str(saved), "--data_path", str(shards), "--output_path", str(output)]
     assert cli.main([*collect, *asked]) == 0
-    rows, split = store.read_rows(place / "all_orig.pt"), Shards(shards, "train")
+    rows, split = blocks.read_rows(place / "all_orig.pt"), Shards(shards, "train")
     assert pickle.loads((place / "all_ids.pkl").read_bytes()) == [split[at].sample_id for at in range(3)]
     model = AutoModelForCausalLM.from_pretrained(saved)
     for at, row in enumerate(rows):

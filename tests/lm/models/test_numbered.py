@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 
+import blocks
 import pytest
 import torch
 from small_model import MAX_LENGTH, make
@@ -22,7 +23,6 @@ from transformers import (
 
 from gradwire import cli
 from gradwire.attribution.persample import loop
-from gradwire.attribution.store import store
 from gradwire.base.errors import BadInput
 from gradwire.lm.data.batches import collate
 from gradwire.lm.data.shards import Shards
@@ -104,7 +104,7 @@ def test_rows_of_a_checkpoint_are_steps_of_its_optimizer(small, tmp_path, capsys
     assert cli.main(["grads", "aggregate", "--base_path", str(run), "--dim", str(size)]) == 0
     assert cli.main(["grads", "validate", "--output_dir", str(run), "--recompute", "2"]) == 0
     shards = Shards(small.shards, "train")
-    for row, sample in zip(store.read_rows(run / f"dim{size}" / "all_orig.pt"), shards, strict=False):
+    for row, sample in zip(blocks.read_rows(run / f"dim{size}" / "all_orig.pt"), shards, strict=False):
         found = loop.gradients(model, collate([sample], 0, 1)).gradient
         steps = []
         for name, gradient in found.items():

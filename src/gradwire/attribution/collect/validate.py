@@ -12,12 +12,11 @@ from gradwire.attribution.options import Count, PlaceOptions
 from gradwire.attribution.store import provenance
 from gradwire.attribution.store.aggregate import check_asked
 from gradwire.attribution.store.provenance import Provenance
-from gradwire.base.errors import CheckFailed
 from gradwire.base.files import write_json
 from gradwire.base.flags import NATURAL, RANKS, SEED
 
 if TYPE_CHECKING:
-    from gradwire.attribution.store.checks import Audit
+    from gradwire.attribution.store.checks import CollectionAudit
 
 RESULT = "validation.json"
 
@@ -52,26 +51,25 @@ def main(options: Options) -> None:
         BadInput: If the collection folder, its model or its data are missing or have changed.
         CheckFailed: If a check failed, with the affected files.
     """
+    from gradwire.attribution.store.checks import conclude
+
     if options.output_dir.is_dir():
         (options.output_dir / RESULT).unlink(missing_ok=True)
     checks = [check.report() for check in _audit(options).checks]
-    failed = [check for check in checks if not check["passed"]]
-    write_json(options.output_dir / RESULT, {"passed": not failed, "checks": checks})
-    if failed:
-        details = "".join(f"\n  {check['name']}: {check['detail']}" for check in failed)
-        raise CheckFailed(f"{len(failed)} of {len(checks)} checks of {options.output_dir} failed:{details}")
+    write_json(options.output_dir / RESULT, {"passed": all(check["passed"] for check in checks), "checks": checks})
+    conclude(checks, options.output_dir)
     print(f"{len(checks)} checks of {options.output_dir} passed")
 
 
-def _audit(options: Options) -> Audit:
+def _audit(options: Options) -> CollectionAudit:
     """Run the selected checks; by default those of the ranks and of the merged rows."""
-    from gradwire.attribution.store.checks import Audit
+    from gradwire.attribution.store.checks import CollectionAudit
     from gradwire.attribution.store.samples import samples
 
     origin = _origin(options)
     dims = options.dim or origin.dims
     check_asked(origin, options.output_dir, options.num_gpus, dims)
-    audit = Audit(options.output_dir, origin, samples(origin))
+    audit = CollectionAudit(options.output_dir, origin, samples(origin))
     if origin.corpus is not None:
         audit.corpus(Path(origin.corpus))
     audit.folders(options.dim)

@@ -10,7 +10,7 @@ sample is the mean over the validation samples, their maximum, or the maximum ov
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Self
@@ -26,13 +26,10 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from gradwire.attribution.query.search import Store
+    from gradwire.attribution.query.gradient_store import GradientStore
 
 MATRIX, TOP = "matrix.npy", "top.jsonl"
 LEARNING_RATE = "learning_rate"
-# Fields that are equal for training and validation.
-SAME = ("model_digest", "lora", "of_modules", "dim", "projection", "seed", "fingerprint", "loss")
-SAME_STEP = ("adam_variant", "optimizer_digest")  # if both are of type adam, or both of ekfac
 
 
 class Options(CurvatureOptions):
@@ -82,15 +79,15 @@ def main(options: Options) -> None:
     """
     import numpy as np
 
-    from gradwire.attribution.query.search import order_of
+    from gradwire.attribution.query.search import grouped, order_of
 
     pairs, weights = opened(options)
     train, validation = pairs[0]
-    ids, asked = train.rows.ids, validation.rows.ids
-    names, groups = grouped(options.over, [validation.manifest.sample_id(id_) for id_ in asked], options.subtasks)
+    ids, asked = train.ids, validation.ids
+    names, groups = grouped(options.over, validation.sample_ids, options.subtasks)
     of_groups = scored(options, pairs, weights, names, groups)
     scores = of_groups.max(1)
-    best, repeated = selected(options, train, order_of(scores))
+    best, repeated = train.without_repeats(order_of(scores), options.top_k, options.corpus)
     write_scores(options.output_dir / "scores.parquet", ids, names, of_groups)
     write_top(options, train, best, scores, [names[column] for column in of_groups.argmax(1)] if names else None)
     write_json(
@@ -114,24 +111,25 @@ def main(options: Options) -> None:
     print(f"{len(best)} of {len(ids)} samples selected in {options.output_dir / TOP}; the best is {ids[best[0]]}{note}")
 
 
-def opened(options: Options) -> tuple[list[tuple[Store, Store]], list[float]]:
+def opened(options: Options) -> tuple[list[tuple[GradientStore, GradientStore]], list[float]]:
     """Open the stores of each checkpoint, and return its weight.
 
     Raises:
         BadInput: If the stores are incompatible, or their numbers differ.
     """
-    from gradwire.attribution.query.search import open_store
+    from gradwire.attribution.query.gradient_store import GradientStore
 
     stated = options.weights == (LEARNING_RATE,)
     weights = normalised_weights(None if stated else options.weights, len(options.train), len(options.validation))
     pairs = [
-        (open_store(train), open_store(validation))
+        (GradientStore(train), GradientStore(validation))
         for train, validation in zip(options.train, options.validation, strict=True)
     ]
     for train, validation in pairs:
-        check_alike(train, validation)
+        train.check_alike(validation)
         for store, first in zip((train, validation), pairs[0], strict=True):
-            if (store.rows.ids, store.manifest.data_digest) != (first.rows.ids, first.manifest.data_digest):
+            store.check()
+            if (store.ids, store.manifest.data_digest) != (first.ids, first.manifest.data_digest):
                 raise BadInput(f"{store.path} and {first.path} hold different samples, or a different order.")
     if stated:
         rates = [learning_rate(train) for train, _ in pairs]
@@ -141,7 +139,7 @@ def opened(options: Options) -> tuple[list[tuple[Store, Store]], list[float]]:
 
 def scored(
     options: Options,
-    pairs: Sequence[tuple[Store, Store]],
+    pairs: Sequence[tuple[GradientStore, GradientStore]],
     weights: Sequence[float],
     names: Sequence[str],
     groups: NDArray[np.int64],
@@ -149,10 +147,11 @@ def scored(
     """Return the scores [n, subtasks], or [n, 1] without subtasks, and write the matrix of pairs if it is asked for."""
     import numpy as np
 
+    from gradwire.attribution.query.gradient_store import weighted
     from gradwire.attribution.query.search import groups_of
     from gradwire.attribution.store.row_file import npy_writer
 
-    ids, asked = (store.rows.ids for store in pairs[0])
+    ids, asked = (store.ids for store in pairs[0])
     parts = []
     with ExitStack() as stack:
         if options.matrix:
@@ -168,32 +167,22 @@ def scored(
     return np.concatenate(parts)
 
 
-def selected(options: Options, train: Store, order: NDArray[np.int64]) -> tuple[list[int], int]:
-    """Return the positions of the best samples, and how many before the last of them repeat the content of another.
-
-    Without a corpus, contents are not known.
-    """
-    if options.corpus is None:
-        return order[: options.top_k].tolist(), 0
-    from gradwire.attribution.query.searcher import unrepeated
-
-    rows = ((train.rows.ids[position], train.manifest.sample_id(train.rows.ids[position])) for position in order)
-    places, repeated = unrepeated(rows, options.corpus, options.top_k)
-    return order[places].tolist(), repeated
-
-
 def write_top(
-    options: Options, train: Store, best: Sequence[int], scores: NDArray[np.float64], subtasks: Sequence[str] | None
+    options: Options,
+    train: GradientStore,
+    best: Sequence[int],
+    scores: NDArray[np.float64],
+    subtasks: Sequence[str] | None,
 ) -> None:
     """Write a line per selected sample, best first, with its document if there is a corpus."""
-    from gradwire.attribution.query.searcher import documents_of
+    from gradwire.attribution.query.documents import documents_of
     from gradwire.lm.data.document import content
 
-    samples = [train.manifest.sample_id(train.rows.ids[position]) for position in best]
+    samples = [train.sample_ids[position] for position in best]
     documents = documents_of(samples, options.corpus) if options.corpus else {}
     with atomic_write(options.output_dir / TOP) as part, part.open("w", encoding="utf-8") as stream:
         for rank, (position, sample) in enumerate(zip(best, samples, strict=True), 1):
-            line = {"rank": rank, "sample_id": train.rows.ids[position], "score": float(scores[position])}
+            line = {"rank": rank, "sample_id": train.ids[position], "score": float(scores[position])}
             line |= {"subtask": subtasks[position]} if subtasks else {}
             line |= content(documents[sample]) if documents else {}
             stream.write(json.dumps(line, ensure_ascii=False) + "\n")
@@ -219,35 +208,6 @@ def write_scores(file: Path, ids: Sequence[str], names: Sequence[str], of_groups
         pq.write_table(pa.table(columns), path)
 
 
-def weighted(
-    pairs: Sequence[tuple[Store, Store]],
-    weights: Sequence[float],
-    groups: NDArray[np.int64],
-    metric: str,
-    damping: float | None,
-) -> Iterator[NDArray[np.float64]]:
-    """Yield the scores of blocks of training samples, summed over the checkpoints: [block, groups].
-
-    Args:
-        pairs: The training and the validation store of each checkpoint.
-        weights: Their weights.
-        groups: The group of each validation sample, over which the mean is taken.
-        metric: ``cosine`` or ``dot``.
-        damping: Of the curvature; None for none.
-    """
-    from gradwire.attribution.query.search import block_rows, similarities, solver, target
-    from gradwire.attribution.store.row_file import RowFile
-
-    at_once = min(block_rows(train.rows.shape[1]) for train, _ in pairs)
-    scores = []
-    for train, validation in pairs:
-        solve = solver(RowFile(train.rows.path), damping)
-        against = target(validation.rows, metric, groups, solve)
-        scores.append(similarities(train.rows, against, metric, solve, at_once))
-    for blocks in zip(*scores, strict=True):
-        yield sum((weight * block for weight, block in zip(weights, blocks, strict=True)), start=0.0 * blocks[0])
-
-
 def means_of(block: NDArray[np.float64], groups: NDArray[np.int64]) -> NDArray[np.float64]:
     """Return the means [n, groups] of the columns [n, m] in each group."""
     import numpy as np
@@ -257,36 +217,7 @@ def means_of(block: NDArray[np.float64], groups: NDArray[np.int64]) -> NDArray[n
     return block @ share
 
 
-def grouped(over: str, ids: Sequence[str], file: Path | None) -> tuple[list[str], NDArray[np.int64]]:
-    """Return the subtasks, ascending, and the group of each validation sample; without subtasks there are no names.
-
-    The subtask of a sample is its document's entry in ``file``, or its document's id up to the last slash.
-
-    Raises:
-        BadInput: If the file is invalid, or a sample has no subtask.
-    """
-    import numpy as np
-
-    from gradwire.attribution.query.search import groups_of
-    from gradwire.attribution.store.store import document
-
-    if over != "subtask":
-        return [], groups_of(over, len(ids))
-    known = None if file is None else read_object(file)
-    of_samples = []
-    for id_ in ids:
-        name = document(id_).rpartition("/")[0] if known is None else known.get(id_, known.get(document(id_)))
-        if not isinstance(name, str) or not name:
-            where = (
-                f"{file} has no subtask (a string)" if file else "--over subtask: no slash ends the subtask in the id"
-            )
-            raise BadInput(f"{where} of the validation sample {id_!r}{'' if file else ': pass --subtasks FILE'}.")
-        of_samples.append(name)
-    names, groups = np.unique(np.array(of_samples, dtype=object), return_inverse=True)
-    return names.tolist(), groups.astype(np.int64)
-
-
-def learning_rate(train: Store) -> float:
+def learning_rate(train: GradientStore) -> float:
     """Return the learning rate that the model of a store was kept with, from its ``gradwire.json``.
 
     Raises:
@@ -327,27 +258,3 @@ def normalised_weights(given: Sequence[float | str] | None, train: int, validati
             "give one of each per checkpoint, in the same order."
         )
     return [weight / sum(weights) for weight in weights]
-
-
-def check_alike(train: Store, validation: Store) -> None:
-    """Check that the rows of two stores can be compared.
-
-    Raises:
-        BadInput: If their projections or models differ, or one alone is of type ekfac.
-    """
-    kinds = {train.manifest.grad_type, validation.manifest.grad_type}
-    if "ekfac" in kinds and len(kinds) > 1:  # each side has the root of the inverse curvature
-        raise BadInput(
-            f"{train.path} and {validation.path} differ in grad_type: of {' and '.join(sorted(kinds))}, collect both "
-            "with --grad_type ekfac, or neither."
-        )
-    stepped = kinds in ({"adam"}, {"ekfac"})
-    formats = {store.manifest.chat_format for store in (train, validation) if store.manifest.chat_format}
-    if len(formats) > 1:
-        raise BadInput(
-            f"{train.path} and {validation.path} have chats in different formats, {' and '.join(sorted(formats))}: "
-            "collect both with one --chat_format."
-        )
-    for field in (*SAME, *(SAME_STEP if stepped else ())):
-        if getattr(train.manifest, field) != getattr(validation.manifest, field):
-            raise BadInput(f"{train.path} and {validation.path} differ in {field}: their gradients cannot be compared.")

@@ -10,11 +10,11 @@ import json
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import Field, model_validator
 
-from gradwire.attribution.options import Count, CurvatureOptions, Metric, PlaceOptions, SampleOptions
+from gradwire.attribution.options import Count, CurvatureOptions, Metric, Over, PlaceOptions, SampleOptions
 from gradwire.attribution.store.provenance import PLACES
 from gradwire.base.files import write_json
 from gradwire.lm.data import Split
@@ -56,7 +56,7 @@ class Options(StoreOptions):
     data_path: Path | None = Field(None, description="a corpus file or a shards folder, of any number of samples")
     sample_id: str | None = Field(None, description="a sample of the store; needs no model")
     split: Split | None = Field(None, description="split of a shards folder (default: train)")
-    over: Literal["mean", "max"] = Field("mean", description="reduction over the query's samples")
+    over: Over = Field("mean", description="reduction over the query's samples")
     cache_dir: Path | None = Field(None, description="folder for a corpus file's shards (default: the user cache)")
     metric: Metric = Field("cosine", description="similarity of two gradients")
     top_k: Count = Field(10, description="number of samples to find")
@@ -91,7 +91,7 @@ def main(options: Options) -> None:
         "over": options.over,
         "curvature": options.curvature,
         "damping": searcher.damping,
-        "samples": len(searcher.store.rows.ids),
+        "samples": len(searcher.store),
         "top": searcher.nearest(rows, options.metric, options.over, options.top_k),
     }
     if options.output_dir:
@@ -102,7 +102,7 @@ def main(options: Options) -> None:
 def rows_of(searcher: Searcher, options: Options) -> NDArray[np.float32]:
     """Return the query's rows [m, D]."""
     if options.sample_id is not None:
-        return searcher.stored(options.sample_id)
+        return searcher.store.row(options.sample_id)[None]
     if options.prompt is not None:
         return searcher.of_prompt(options.prompt)
     asked = {"data_path": options.data_path, "split": options.split, "cache_dir": options.cache_dir}

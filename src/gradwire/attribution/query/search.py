@@ -8,17 +8,17 @@ of the mean eigenvalue is that of Grosse et al., 2023, for EK-FAC.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwire.attribution.store import provenance, store
-from gradwire.attribution.store.provenance import Manifest
 from gradwire.attribution.store.row_file import BoundRows, RowFile
+from gradwire.attribution.store.store import document
 from gradwire.base.errors import BadInput
+from gradwire.base.files import read_object
 
 BLOCK_BYTES = 1 << 20  # of rows: a block and its float64 copy stay in a core's cache
 SINGULAR = 1e-12  # of the trace of H: a smaller pivot is rounding noise in float64
@@ -26,35 +26,12 @@ LEAST = 1e-24  # of a squared norm in float32: the squares of smaller entries wo
 Solve = Callable[[NDArray[np.float64]], NDArray[np.float64]]  # rows [m, D] to H⁻¹ of each
 
 
-class Store(NamedTuple):
-    """A merged store."""
-
-    path: Path
-    rows: BoundRows
-    manifest: Manifest
-
-
-class Found(NamedTuple):
-    """A row that a search found."""
+class Near(NamedTuple):
+    """A row near to others: its position in the store, its id and its score."""
 
     position: int
     sample_id: str
     score: float
-
-
-def open_store(path: Path) -> Store:
-    """Open a ``dim<N>/`` folder.
-
-    Raises:
-        BadInput: If it is not a merged store, or its files do not match its manifest.
-    """
-    names = store.all_names(path)
-    if not (path / provenance.MANIFEST).is_file() or not names.exist():
-        raise BadInput(f"{path} is not a merged store: run `gradwire grads aggregate` and pass its dim<N> folder.")
-    made = provenance.read_manifest(path)
-    if wrong := provenance.differing_since(path, made):
-        raise BadInput(f"{wrong[0]}; run `gradwire grads aggregate` again.")
-    return Store(path, BoundRows(names, made.dim, made), made)
 
 
 def identity(wide: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -63,19 +40,15 @@ def identity(wide: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def nearest(
-    searched: Store,
-    against: NDArray[np.float64],
-    metric: str,
-    count: int,
-    solve: Solve = identity,
-) -> list[Found]:
+    rows: BoundRows, against: NDArray[np.float64], metric: str, count: int, solve: Solve = identity
+) -> list[Near]:
     """Find the rows with the highest scores.
 
-    `open_store` has compared the files with their checksums, so the search reads rows without verifying each; the rows
-    that it returns are verified against their digests.
+    The files have been compared with their checksums, so the search reads rows without verifying each; the rows that it
+    returns are verified against their digests.
 
     Args:
-        searched: The store.
+        rows: The rows of a store.
         against: A `target`, [m, D].
         metric: ``cosine`` or ``dot``.
         count: Number of rows to find.
@@ -84,17 +57,13 @@ def nearest(
     Raises:
         BadInput: If a row found is not what was collected for its id.
     """
-    stored = RowFile(searched.rows.path)
+    stored = RowFile(rows.path)
     among = possible(stored, against, metric, count) if solve is identity else None
-    rows = stored if among is None else searched.rows.take(among)
-    scores = scored(rows, against, metric, solve)
+    scores = scored(stored if among is None else rows.take(among), against, metric, solve)
     best = order_of(scores)[:count]
     positions = (best if among is None else among[best]).tolist()
-    searched.rows.take(positions)
-    return [
-        Found(position, searched.rows.ids[position], score)
-        for position, score in zip(positions, scores[best].tolist(), strict=True)
-    ]
+    rows.take(positions)
+    return [Near(place, rows.ids[place], score) for place, score in zip(positions, scores[best].tolist(), strict=True)]
 
 
 def possible(rows: RowFile, against: NDArray[np.float64], metric: str, count: int) -> NDArray[np.int64] | None:
@@ -133,6 +102,30 @@ def possible(rows: RowFile, against: NDArray[np.float64], metric: str, count: in
 def groups_of(over: str, count: int) -> NDArray[np.int64]:
     """Return the group of each of ``count`` rows: one for all of them (``mean``), or one for each (``max``)."""
     return np.arange(count) if over == "max" else np.zeros(count, np.int64)
+
+
+def grouped(over: str, ids: Sequence[str], file: Path | None) -> tuple[list[str], NDArray[np.int64]]:
+    """Return the subtasks, ascending, and the group of each validation sample; without subtasks there are no names.
+
+    The subtask of a sample is its document's entry in ``file``, or its document's id up to the last slash.
+
+    Raises:
+        BadInput: If the file is invalid, or a sample has no subtask.
+    """
+    if over != "subtask":
+        return [], groups_of(over, len(ids))
+    known = None if file is None else read_object(file)
+    of_samples = []
+    for id_ in ids:
+        name = document(id_).rpartition("/")[0] if known is None else known.get(id_, known.get(document(id_)))
+        if not isinstance(name, str) or not name:
+            where = (
+                f"{file} has no subtask (a string)" if file else "--over subtask: no slash ends the subtask in the id"
+            )
+            raise BadInput(f"{where} of the validation sample {id_!r}{'' if file else ': pass --subtasks FILE'}.")
+        of_samples.append(name)
+    names, groups = np.unique(np.array(of_samples, dtype=object), return_inverse=True)
+    return names.tolist(), groups.astype(np.int64)
 
 
 def target(

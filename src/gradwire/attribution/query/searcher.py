@@ -1,32 +1,24 @@
-"""Queries of a merged store: a text's gradient, computed as the store's rows were, and the samples nearest to it.
-
-Also the documents of samples: those of a list, and those with the highest scores.
-"""
+"""Queries of a merged store: a text's gradient, computed as the store's rows were, and the samples nearest to it."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwire.attribution.options import number_of
-from gradwire.attribution.query.search import Solve, groups_of, nearest, open_store, solver, target
+from gradwire.attribution.options import Metric, Over
+from gradwire.attribution.query.documents import documents_of
+from gradwire.attribution.query.gradient_store import GradientStore
 from gradwire.attribution.store.provenance import Provenance
-from gradwire.attribution.store.row_file import RowFile
 from gradwire.attribution.store.samples import samples
-from gradwire.attribution.store.store import document
 from gradwire.base.errors import BadInput
 from gradwire.base.units import amount
 from gradwire.lm.data import ChatFormat, tokenize, tokenizer
-from gradwire.lm.data import corpus as corpora
 from gradwire.lm.data.chats import kind
-from gradwire.lm.data.document import Document, Invalid, content
 from gradwire.lm.data.shards import Sample, Shards, chat_format_of, check
 from gradwire.lm.models import saved
 
@@ -65,7 +57,8 @@ class Searcher:
     def __init__(
         self, path: Path, places: Mapping[str, Path | None], device: str = "auto", damping: float | None = None
     ) -> None:
-        self.store = open_store(path)
+        self.store = GradientStore(path)
+        self.store.check()
         known = {name: getattr(self.store.manifest, name) for name in Provenance.model_fields}
         given = {name: str(place) for name, place in places.items() if place is not None}
         exact = {"dims": [self.store.manifest.dim], "store": "float32"}  # not rounded
@@ -82,17 +75,7 @@ class Searcher:
         Raises:
             BadInput: If it is invalid or not that of the store.
         """
-        _ = self.model_dir, self._maker, self._solve
-
-    def stored(self, sample_id: str) -> NDArray[np.float32]:
-        """The row [1, D] of a sample of the store.
-
-        Raises:
-            BadInput: If there is none.
-        """
-        if sample_id not in self.store.rows.ids:
-            raise BadInput(f"{self.store.path} has no sample {sample_id!r}; its ids begin {self.store.rows.ids[:3]}.")
-        return self.store.rows.take([self.store.rows.ids.index(sample_id)])
+        _ = self.model_dir, self._maker, self.store.solver(self.damping)
 
     def of_prompt(self, text: str) -> NDArray[np.float32]:
         """The row [1, D] of a text, of which every token but the first is a target.
@@ -150,14 +133,13 @@ class Searcher:
             raise BadInput(f"{shards.folder.parent} has no sample with a target, so its gradient is zero.")
         return rows
 
-    def nearest(self, rows: NDArray[np.float32], metric: str, over: str, count: int) -> list[dict[str, Any]]:
+    def nearest(self, rows: NDArray[np.float32], metric: Metric, over: Over, count: int) -> list[dict[str, Any]]:
         """Find the samples nearest to the rows [m, D] of a query, with their texts where these are known.
 
         Raises:
             BadInput: If a row found, or a text, is not what was collected.
         """
-        against = target(rows, metric, groups_of(over, len(rows)), self._solve)
-        hits = nearest(self.store, against, metric, count, self._solve)
+        hits = self.store.nearest(rows, count, metric=metric, over=over, damping=self.damping)
         samples = [self.origin.sample_id(hit.sample_id) for hit in hits]
         documents = documents_of(samples, self.corpus) if self.corpus else {}
 
@@ -190,11 +172,6 @@ class Searcher:
     def _rows(self, samples: Samples, positions: Sequence[int]) -> NDArray[np.float32]:
         (block,) = self._maker.blocks(samples, positions).values()
         return block.rows.numpy()
-
-    @cached_property
-    def _solve(self) -> Solve:
-        """The curvature of the store's rows."""
-        return solver(RowFile(self.store.rows.path), self.damping)
 
     @cached_property
     def _maker(self) -> RowMaker:
@@ -250,96 +227,3 @@ class Texts:
                 f"{row_id!r}: collect the gradients again."
             )
         return self.tokenizer.decode(self.shards.tokens(sample))
-
-
-def documents_of(ids: Sequence[str], corpus: Path) -> dict[str, Document]:
-    """Return the samples' documents by sample id, in one streaming read of the corpus.
-
-    Raises:
-        BadInput: If a document is missing.
-    """
-    wanted = {id_: id_ for id_ in ids} | {document(id_): document(id_) for id_ in ids}
-    documents = {text.id: text for text in corpora.documents(corpus, skipped=Invalid()) if text.id in wanted}
-    missing = [id_ for id_ in ids if id_ not in documents and document(id_) not in documents]
-    if missing:
-        raise BadInput(f"{corpus} has no document of sample {missing[0]!r} ({len(missing)} such samples).")
-    return {id_: documents.get(id_) or documents[document(id_)] for id_ in ids}
-
-
-def unrepeated(rows: Iterable[tuple[str, str]], corpus: Path, count: int) -> tuple[list[int], int]:
-    """Return the positions of the first ``count`` rows, without those that repeat the content of one before.
-
-    A row repeats another if it is of the same part, token or module of a document with the same content.
-
-    Args:
-        rows: The id of each row and that of its sample.
-        corpus: The corpus file.
-        count: How many rows to return.
-
-    Returns:
-        The positions, and the number of rows that were passed over.
-
-    Raises:
-        BadInput: If a sample's document is not in the corpus.
-    """
-    contents = {each.id: _digest(each) for each in corpora.documents(corpus, skipped=Invalid())}
-    met: set[tuple[bytes, str]] = set()
-    places: list[int] = []
-    for place, (id_, sample_id) in enumerate(rows):
-        whole = sample_id if sample_id in contents else document(sample_id)
-        if whole not in contents:
-            raise BadInput(f"{corpus} has no document of sample {sample_id!r}.")
-        if (content_of_row := (contents[whole], id_.removeprefix(whole))) not in met:
-            met.add(content_of_row)
-            places.append(place)
-        if len(places) == count:
-            break
-    return places, (places[-1] + 1 - len(places)) if places else 0
-
-
-class Selected(NamedTuple):
-    """Documents of a corpus, by descending score.
-
-    Attributes:
-        documents: The documents that are selected.
-        total: How many documents have a score.
-        repeated: How many were passed over, because one before them has the same content.
-    """
-
-    documents: list[Document]
-    total: int
-    repeated: int
-
-
-def select(path: Path, scores: Mapping[str, float], top_k: str) -> Selected:
-    """Select the documents of a corpus file whose best samples have the highest scores.
-
-    Args:
-        path: The corpus file; it is read twice, as a stream.
-        scores: The score of each sample, by its id.
-        top_k: As for `number_of`, of the documents that have a score.
-
-    Raises:
-        BadInput: If a sample's document is not in the file.
-    """
-    contents = {each.id: _digest(each) for each in corpora.documents(path, skipped=Invalid())}
-    best: dict[str, float] = {}
-    for sample_id, score in scores.items():
-        id_ = sample_id if sample_id in contents else document(sample_id)
-        if id_ not in contents:
-            raise BadInput(f"{path} has no document of sample {sample_id!r}.")
-        best[id_] = max(score, best.get(id_, score))
-    wanted, chosen, repeated = number_of(top_k, len(best)), dict[bytes, str](), 0
-    for id_ in sorted(best, key=lambda id_: -best[id_]):  # equal scores in the order of the data
-        if len(chosen) == wanted:
-            break
-        repeated += contents[id_] in chosen
-        chosen.setdefault(contents[id_], id_)
-    ids = {*chosen.values()}
-    documents = {each.id: each for each in corpora.documents(path, skipped=Invalid()) if each.id in ids}
-    return Selected([documents[id_] for id_ in chosen.values()], len(best), repeated)
-
-
-def _digest(selected: Document) -> bytes:
-    """A digest of a document's content, without its id."""
-    return hashlib.blake2b(json.dumps(content(selected), sort_keys=True).encode(), digest_size=16).digest()

@@ -9,13 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field
 
 from gradwire.attribution.options import Count, PartOptions
 from gradwire.attribution.store import provenance
-from gradwire.attribution.store.provenance import EXPORTS, Provenance
+from gradwire.attribution.store.provenance import Provenance
 from gradwire.base.errors import BadInput
 from gradwire.base.flags import RANKS
 from gradwire.base.units import amount
@@ -30,9 +30,6 @@ class Options(PartOptions):
         None, description="ranks that collected (default: from collect.json)"
     )
     dim: Count = Field(description="columns per row")
-    export: tuple[Literal["safetensors", "parquet"], ...] = Field(
-        (), description="also write the rows as all_orig.<format>"
-    )
 
 
 def target(options: Options) -> Path:
@@ -78,8 +75,7 @@ def main(options: Options) -> None:
     if merged_before:
         earlier = provenance.read_manifest(merged_names.rows.parent)
         duplicates, deviation = earlier.duplicates, earlier.duplicates_deviation
-    exports = [target(options) / EXPORTS[kind] for kind in options.export]
-    checksums = write(merged, names, exports, move=in_place and (options.discard_parts or merged_before))
+    checksums = write(merged, names, move=in_place and (options.discard_parts or merged_before))
     made = provenance.Manifest(
         **origin.model_dump(),
         dim=options.dim,

@@ -20,7 +20,7 @@ from gradwire.attribution.store.row_file import BoundRows
 from gradwire.attribution.store.row_types import least_deviation
 from gradwire.attribution.store.samples import Tokens, row_ids
 from gradwire.attribution.store.store import Block, Names
-from gradwire.base.errors import BadInput, bounded
+from gradwire.base.errors import BadInput, CheckFailed, bounded
 from gradwire.lm.data import corpus
 from gradwire.lm.data.chats import chosen, kind
 from gradwire.lm.data.document import Document, Invalid
@@ -77,14 +77,62 @@ class Problems(NamedTuple):
 
 
 class Audit:
-    """The checks of one collection folder. Each method appends to ``checks``, and the blocks it reads to ``stored``."""
+    """The checks of blocks. Each method appends to ``checks``, and the blocks it reads to ``stored``."""
 
-    def __init__(self, collection: Path, origin: Provenance, shards: Shards | Tokens) -> None:
-        self.collection, self.origin, self.shards = collection, origin, shards
-        self.samples = [shards.sample_id(position) for position in range(origin.samples)]
-        self.ids = row_ids(origin, shards)
+    def __init__(self, origin: Provenance) -> None:
+        self.origin = origin
         self.checks: list[Check] = []
         self.stored: list[Stored] = []
+
+    def merged(self, names: Names, dim: int, expected: Mapping[str, Any]) -> Listed | None:
+        """Check a merged block and its manifest, which has these fields among others."""
+        name, folder, missing = f"dim{dim}", names.rows.parent, _missing(names)
+        self._add(name, folder, [("files complete", missing)])
+        denied = list(_denied(folder, expected))
+        listed = self._rows(name, names, dim)
+        self._add(name, folder, [("the manifest matches", [text for text in denied if text not in missing])])
+        return listed
+
+    def _rows(self, name: str, names: Names, dim: int) -> Listed | None:
+        """Check each row of a block; add the block to ``stored`` if it is readable."""
+        listed, problems = None, Problems([], [], [])
+        if names.exist():
+            try:
+                rows = BoundRows(names, dim, self.origin)
+            except BadInput as error:
+                problems.unreadable.append(str(error))
+            else:
+                problems = _examined(rows, self._band(dim))
+                if not problems.unreadable:
+                    listed = Listed(rows.ids, rows.meta)
+                    mapped = Block(torch.from_numpy(store.read_stored(names.rows)[0]), rows.ids, rows.meta, rows.codec)
+                    self.stored.append(Stored(names, dim, mapped))
+        self._add(
+            name,
+            names.rows.parent,
+            [
+                ("files readable, counts equal, rows finite", problems.unreadable),
+                ("row i belongs to id i", problems.unbound),
+                ("norms match the gradients", problems.unlikely),
+            ],
+        )
+        return listed
+
+    def _band(self, dim: int) -> Band:
+        return projections.build(self.origin.projection, {}, self.origin.seed).band(dim)
+
+    def _add(self, name: str, folder: Path, labelled: Sequence[tuple[str, Iterable[str]]]) -> None:
+        self.checks += [Check(f"{name}: {label}", f"{folder}", list(problems)) for label, problems in labelled]
+
+
+class CollectionAudit(Audit):
+    """The checks of one collection folder."""
+
+    def __init__(self, collection: Path, origin: Provenance, shards: Shards | Tokens) -> None:
+        super().__init__(origin)
+        self.collection, self.shards = collection, shards
+        self.samples = [shards.sample_id(position) for position in range(origin.samples)]
+        self.ids = row_ids(origin, shards)
         self._digests: dict[int, list[pa.ChunkedArray]] = {dim: [] for dim in origin.dims}  # of each rank's rows
 
     def corpus(self, path: Path) -> None:
@@ -173,22 +221,12 @@ class Audit:
 
     def aggregated(self, dim: int) -> None:
         """Check the merged matrix, its manifest, and each row against the ranks checked before."""
-        name, names = f"dim{dim}", store.merged_names(self.collection, dim)
-        folder, missing = names.rows.parent, _missing(names)
-        self._add(name, folder, [("files complete", missing)])
-        denied = list(_denied(folder, self._manifest(dim)))
-        merged = self._rows(name, names, dim)
-        self._add(
-            name,
-            folder,
-            [
-                ("the manifest matches", [text for text in denied if text not in missing]),
-                ("every id once, in data order", _other_ids(names, merged, self.ids)),
-            ],
-        )
-        ranks = self._digests[dim]
+        names, ranks = store.merged_names(self.collection, dim), self._digests[dim]
+        merged = self.merged(names, dim, self._manifest(dim))
+        labelled = [("every id once, in data order", _other_ids(names, merged, self.ids))]
         if len(ranks) == self.origin.world_size:
-            self._add(name, folder, [("every row comes from a rank", _not_from(names, merged, ranks))])
+            labelled.append(("every row comes from a rank", _not_from(names, merged, ranks)))
+        self._add(f"dim{dim}", names.rows.parent, labelled)
 
     def recomputed(self, rows: RowsOf, positions: Sequence[int]) -> None:
         """Recompute the rows of some samples, and compare them with all their stored rows.
@@ -232,31 +270,6 @@ class Audit:
                 raise BadInput(f"the check {entry.name} ({entry.value}) raised {error!r}") from error
             self.checks.append(Check(entry.name, f"{self.collection}", problems))
 
-    def _rows(self, name: str, names: Names, dim: int) -> Listed | None:
-        """Check each row of a block; add the block to ``stored`` if it is readable."""
-        listed, problems = None, Problems([], [], [])
-        if names.exist():
-            try:
-                rows = BoundRows(names, dim, self.origin)
-            except BadInput as error:
-                problems.unreadable.append(str(error))
-            else:
-                problems = _examined(rows, self._band(dim))
-                if not problems.unreadable:
-                    listed = Listed(rows.ids, rows.meta)
-                    mapped = Block(torch.from_numpy(store.read_stored(names.rows)[0]), rows.ids, rows.meta, rows.codec)
-                    self.stored.append(Stored(names, dim, mapped))
-        self._add(
-            name,
-            names.rows.parent,
-            [
-                ("files readable, counts equal, rows finite", problems.unreadable),
-                ("row i belongs to id i", problems.unbound),
-                ("norms match the gradients", problems.unlikely),
-            ],
-        )
-        return listed
-
     def _listed(self, name: str, names: Names) -> Listed | None:
         """Check the ids and the metadata that a rank keeps of rows that have moved."""
         listed, problems = None, list[str]()
@@ -274,16 +287,21 @@ class Audit:
     def _ranks(self) -> list[Path]:
         return [self.collection / f"rank_{rank}" for rank in range(self.origin.world_size)]
 
-    def _band(self, dim: int) -> Band:
-        return projections.build(self.origin.projection, {}, self.origin.seed).band(dim)
-
     def _manifest(self, dim: int) -> dict[str, Any]:
         """Return the expected manifest, without the files' checksums."""
         bound = {name: getattr(self.origin, name) for name in BOUND}
         return {**bound, "dim": dim, "rows": len(self.ids)}
 
-    def _add(self, name: str, folder: Path, labelled: Sequence[tuple[str, Iterable[str]]]) -> None:
-        self.checks += [Check(f"{name}: {label}", f"{folder}", list(problems)) for label, problems in labelled]
+
+def conclude(reports: Sequence[Mapping[str, Any]], folder: Path) -> None:
+    """Check that every check of a folder has passed.
+
+    Raises:
+        CheckFailed: If not, with the affected files.
+    """
+    if failed := [report for report in reports if not report["passed"]]:
+        details = "".join(f"\n  {report['name']}: {report['detail']}" for report in failed)
+        raise CheckFailed(f"{len(failed)} of {len(reports)} checks of {folder} failed:{details}")
 
 
 def _other_documents(documents: Sequence[str], ids: Sequence[str], to_the_end: bool) -> Iterator[str]:
@@ -352,7 +370,7 @@ def _not_from(names: Names, merged: Listed | None, ranks: Sequence[pa.ChunkedArr
             yield f"{names.rows}: no rank wrote row {row} for {merged.ids[row]!r}"
 
 
-def _denied(folder: Path, expected: dict[str, Any]) -> Iterator[str]:
+def _denied(folder: Path, expected: Mapping[str, Any]) -> Iterator[str]:
     try:
         merged = provenance.read_manifest(folder)
     except BadInput as error:

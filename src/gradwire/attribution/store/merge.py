@@ -7,7 +7,6 @@ them and another verifies them, while the caller writes.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence, Set
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -19,8 +18,8 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from gradwire.attribution.store import row_file, store
-from gradwire.attribution.store.provenance import EXPORTS, Provenance
-from gradwire.attribution.store.row_file import BoundRows, Raw
+from gradwire.attribution.store.provenance import Provenance
+from gradwire.attribution.store.row_file import BoundRows
 from gradwire.attribution.store.row_types import least_deviation
 from gradwire.attribution.store.store import Names
 from gradwire.base.errors import BadInput, CheckFailed
@@ -204,31 +203,23 @@ def named(ids: Set[str]) -> str:
     return f"{some} ({len(ids)} in all)"
 
 
-def write(merged: Merged, names: Names, exports: Sequence[Path] = (), *, move: bool = False) -> dict[str, str]:
-    """Write the merged rows to all files in one pass, then their table and ids; return each file's checksum.
+def write(merged: Merged, names: Names, *, move: bool = False) -> dict[str, str]:
+    """Write the merged rows in one pass, then their table and ids; return each file's checksum.
 
     Args:
         merged: The rows.
         names: The files of the block.
-        exports: Further files to write: of `provenance.EXPORTS`.
         move: Whether to rename a source's file, if it has the merged rows in their order, instead of copying it.
     """
-    for name in (names.rows.name, *EXPORTS.values()):  # left by a killed call with other flags
-        remove_leftovers(names.rows.with_name(name))
-    move = move and merged.in_order
-    with ExitStack() as stack:
-        codec = merged.sources[0].codec
-        writers = {path: stack.enter_context(row_file.writer(path, merged.shape, merged.ids)) for path in exports}
-        rows = None if move else stack.enter_context(row_file.tensor_writer(names.rows, merged.shape, codec.name))
-        for chunk in merged.chunks():
-            if rows is not None:
-                rows.append(chunk)
-            decoded = merged.sources[0].decoded(chunk) if writers else chunk
-            for writer in writers.values():
-                writer.append(decoded)
-    store.write_metadata(names, merged.meta, merged.ids)
-    if move:
+    remove_leftovers(names.rows)  # of a killed call that copied
+    if move and merged.in_order:
+        for _ in merged.chunks():
+            pass
+        store.write_metadata(names, merged.meta, merged.ids)
         merged.sources[0].path.replace(names.rows)
-    streams = [*writers.items(), (names.rows, rows)]
-    checksums = {path: raw.sha256.hexdigest() for path, raw in streams if isinstance(raw, Raw)}
-    return {path.name: checksums.get(path) or sha256_file(path) for path in [*names, *exports]}
+        return {path.name: sha256_file(path) for path in names}
+    with row_file.tensor_writer(names.rows, merged.shape, merged.sources[0].codec.name) as rows:
+        for chunk in merged.chunks():
+            rows.append(chunk)
+    store.write_metadata(names, merged.meta, merged.ids)
+    return {names.rows.name: rows.sha256.hexdigest()} | {path.name: sha256_file(path) for path in names[1:]}

@@ -23,7 +23,6 @@ PLACES = ("model_dir", "data_path", "optimizer_dir", "lora_dir", "corpus")  # ma
 LATER = ("chat_format", "of_modules", "bf16")  # fields that stores of this format did not always have
 FOUND = ("fingerprints", "computed_by", "modules")  # known only once the model is loaded
 FILES = ("all_orig.pt", "all_ids.pkl", "all_meta.parquet")  # of `store.all_names`
-EXPORTS = {"safetensors": "all_orig.safetensors", "parquet": "all_orig.parquet"}
 # Largest difference between two computations of a row, relative to its norm: float32 sums in different order, with a
 # wide margin. Adam may divide by rounding noise, and signs may flip for entries near the noise level.
 TOLERANCE = {"sgd": 1e-4, "adam": 5e-3, "sign": 1e-2, "ekfac": 1e-2}
@@ -146,8 +145,8 @@ class Manifest(Provenance):
     dim: int
     order: str
     rows: int
-    duplicates: int
-    duplicates_deviation: float
+    duplicates: int = 0
+    duplicates_deviation: float = 0.0
     sha256: dict[str, str]
 
     @property
@@ -243,9 +242,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write the manifest, and delete optional files of an earlier one that it does not list."""
-    for name in {*EXPORTS.values()} - set(manifest.sha256):
-        (folder / name).unlink(missing_ok=True)
+    """Write the manifest."""
     write_json(folder / MANIFEST, manifest.model_dump())
 
 
@@ -258,8 +255,7 @@ def differing(folder: Path, manifest: Manifest, known: Mapping[str, str] | None 
         known: Checksums of files that need not be read; None: of no file.
     """
     known = known or {}
-    there = {name for name in EXPORTS.values() if (folder / name).exists()}
-    unnamed = sorted({*FILES, *there} - set(manifest.sha256))
+    unnamed = sorted({*FILES} - set(manifest.sha256))
     if elsewhere := [name for name in manifest.sha256 if Path(name).name != name]:
         return [f"{folder / MANIFEST} lists {elsewhere[0]!r}, which is not the name of a file in that folder"]
     missing = [name for name in manifest.sha256 if not (folder / name).is_file()]

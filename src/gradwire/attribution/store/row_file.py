@@ -7,21 +7,17 @@ tensor larger than memory. The format is torch's own: a zip archive with one unc
 from __future__ import annotations
 
 import hashlib
-import io
-import json
 import mmap
 import os
-import struct
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from gradwire.attribution.store import store
@@ -33,7 +29,6 @@ from gradwire.base.files import atomic_write, write_back
 if TYPE_CHECKING:
     from gradwire.attribution.store.provenance import Provenance
 
-FLOAT = 4  # bytes
 NORESERVE = 0x4000  # Linux: address space without backing memory
 SPARSE = 4  # read up to this many times the requested rows at once rather than row by row
 
@@ -169,21 +164,14 @@ class BoundRows(RowFile):
             raise BadInput(f"{problem}; delete these files and collect again.")
 
 
-class Writer(Protocol):
-    """Appends rows to a file."""
-
-    def append(self, rows: NDArray[Any]) -> None:
-        """Write rows behind those that are there."""
-
-
 class Raw:
     """Appends raw numbers of one type.
 
     Attributes:
-        sha256: Hash of the whole file, once it is written.
+        sha256: Hash of the head and the numbers.
     """
 
-    def __init__(self, stream: BinaryIO, head: bytes, dtype: np.dtype[Any] = Float32.dtype) -> None:
+    def __init__(self, stream: BinaryIO, head: bytes, dtype: np.dtype[Any]) -> None:
         self._stream, self._dtype, self.sha256 = stream, dtype, hashlib.sha256(head)
 
     def append(self, rows: NDArray[Any]) -> None:
@@ -192,20 +180,6 @@ class Raw:
         self.sha256.update(numbers.data)
         self._stream.write(numbers.data)
         write_back(self._stream)
-
-
-class Columns:
-    """Appends to a Parquet file with the columns ``sample_id`` and ``row``."""
-
-    def __init__(self, stream: pq.ParquetWriter, ids: Sequence[str]) -> None:
-        self._stream, self._ids, self._done = stream, ids, 0
-
-    def append(self, rows: NDArray[np.float32]) -> None:
-        """Write rows behind those that are there."""
-        ids = pa.array(self._ids[self._done : self._done + len(rows)], pa.string())
-        lists = pa.FixedSizeListArray.from_arrays(pa.array(rows.ravel()), rows.shape[1])
-        self._stream.write_table(pa.Table.from_arrays([ids, lists], schema=self._stream.schema))
-        self._done += len(rows)
 
 
 @contextmanager
@@ -227,36 +201,11 @@ def tensor_writer(path: Path, shape: tuple[int, int], row_type: str = "float32")
 
 
 @contextmanager
-def raw_writer(path: Path, head: bytes) -> Iterator[Raw]:
-    """Open a writer of float32 numbers behind a head; the file appears atomically, on success."""
+def npy_writer(path: Path, shape: tuple[int, int]) -> Iterator[Raw]:
+    """Open a writer of a NumPy file with one float32 matrix; the file appears atomically, on success."""
     with atomic_write(path) as part, part.open("wb") as stream:
-        stream.write(head)
-        yield Raw(stream, head)
-
-
-def npy_writer(path: Path, shape: tuple[int, int]) -> AbstractContextManager[Writer]:
-    """Open a writer of a NumPy file with one float32 matrix."""
-    head = io.BytesIO()
-    np.lib.format.write_array_header_1_0(head, {"descr": "<f4", "fortran_order": False, "shape": shape})
-    return raw_writer(path, head.getvalue())
-
-
-@contextmanager
-def parquet_writer(path: Path, shape: tuple[int, int], ids: Sequence[str]) -> Iterator[Columns]:
-    """Open a writer of a Parquet file with one row per sample: its id and a list of numbers."""
-    schema = pa.schema([("sample_id", pa.string()), ("row", pa.list_(pa.float32(), shape[1]))])
-    with atomic_write(path) as part, pq.ParquetWriter(part, schema) as stream:
-        yield Columns(stream, ids)
-
-
-def writer(path: Path, shape: tuple[int, int], ids: Sequence[str]) -> AbstractContextManager[Raw | Columns]:
-    """Open a writer of float32 rows in the format that the file's name states, of `provenance.EXPORTS`."""
-    if path.suffix == ".parquet":
-        return parquet_writer(path, shape, ids)
-    data = {"dtype": "F32", "shape": list(shape), "data_offsets": [0, shape[0] * shape[1] * FLOAT]}
-    header = json.dumps({"rows": data}).encode()
-    header += b" " * (-len(header) % 8)
-    return raw_writer(path, struct.pack("<Q", len(header)) + header)
+        np.lib.format.write_array_header_1_0(stream, {"descr": "<f4", "fortran_order": False, "shape": shape})
+        yield Raw(stream, b"", Float32.dtype)
 
 
 def _allocate(path: Path, rows: int, codec: RowCodec) -> None:

@@ -238,7 +238,7 @@ def unbound(names: Names, ids: Sequence[str], wrong: Sequence[int], read: int) -
         read: Number of rows that were read.
     """
     files = f"{names.rows} with {names.ids} and {names.meta}"
-    if wrong and len(wrong) == read:
+    if 1 < len(wrong) == read:
         return [f"{files}: no row is of this collection: the files belong to another, or its provenance was edited"]
     return [f"{files}: row {row} is not what was collected for {ids[row]!r}" for row in wrong]
 
@@ -277,20 +277,6 @@ def write_metadata(names: Names, meta: pa.Table, ids: Sequence[str]) -> None:
         part.write_bytes(pickle.dumps(list(ids)))
 
 
-def read(names: Names) -> Block:
-    """Read a block; its rows are memory-mapped.
-
-    Raises:
-        BadInput: If a file is missing, damaged or invalid, or the counts differ.
-    """
-    import torch
-
-    stored, codec = read_stored(names.rows)
-    block = Block(torch.from_numpy(stored), read_ids(names.ids), read_meta(names.meta), codec)
-    check_counts(names, [len(block.stored), len(block.ids), len(block.meta)])
-    return block
-
-
 def check_counts(names: Names, counts: Sequence[int]) -> None:
     """Check that a block's files have equal numbers of rows, ids and metadata.
 
@@ -303,14 +289,6 @@ def check_counts(names: Names, counts: Sequence[int]) -> None:
             + ", ".join(f"{path} has {count}" for path, count in zip(names, counts, strict=True))
             + "; delete these files and collect again."
         )
-
-
-def read_rows(path: Path) -> Tensor:
-    """Read rows as float32 [n, D]; arguments and errors as for `read_stored`."""
-    import torch
-
-    stored, codec = read_stored(path)
-    return codec.decode(torch.from_numpy(stored))
 
 
 def contents(stored: Tensor, codec: RowCodec) -> Any:
