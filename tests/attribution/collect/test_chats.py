@@ -81,7 +81,7 @@ def test_queries_read_chats_as_the_store(made, tmp_path, capsys):
     chats, model_dir, dim = made
     searcher = Searcher(dim, {}, "cpu")
     for number in (2, 5):
-        answer = searcher.nearest(searcher.stored(f"chat/{number}"), "cosine", "mean", 1)
+        answer = searcher.nearest(searcher.store.row(f"chat/{number}")[None], "cosine", "mean", 1)
         one = write(tmp_path / f"{number}.jsonl", [{"messages": chat(number)}])
         words = ["--store", dim, "--data_path", one, "--cache_dir", tmp_path / f"cache-{number}", "--json"]
         assert cli.main(["grads", "query", *map(str, words)]) == 0
