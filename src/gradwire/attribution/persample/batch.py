@@ -103,13 +103,14 @@ def padded_width(batch: Batch) -> Batch:
 
 @contextmanager
 def evaluation(model: nn.Module) -> Iterator[None]:
-    """Put the model in evaluation mode, and restore its mode on exit."""
-    training = model.training
+    """Put the model in evaluation mode, and restore the mode of each module on exit."""
+    modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
         yield
     finally:
-        model.train(training)
+        for module, training in modes.items():
+            module.training = training
 
 
 def no_targets(batch: Batch) -> Tensor:

@@ -1,18 +1,19 @@
 """Per-sample gradients from each layer's input and output gradient, captured by hooks in one backward pass.
 
-The parameters of a supported layer are frozen while it runs, and a node of the graph claims the gradient of its output.
-Before the backward pass the graph is searched. A parameter that is in it was used where the hooks cannot see it: in an
-unsupported layer, without a batch dimension, or outside its layer. Such parameters are reported, never skipped. Each
-claim in the graph must receive a gradient.
+While a supported layer runs, its parameters are replaced by marked ones, and a node of the graph claims the gradient of
+its output. Before the backward pass the graph is searched, up to the marks. A parameter that it still reaches was used
+where the hooks cannot see it: in an unsupported layer, without a batch dimension, or outside its layer. Such parameters
+are reported, never skipped. Each claim in the graph must receive a gradient.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -73,103 +74,132 @@ def backward(model: nn.Module, batch: Batch, take: Take, reduction: Reduction = 
         BadInput: If a parameter is unseen and the weights are sharded.
         RunFault: If a claim in the graph receives no gradient.
     """
-    watch = _Watch(model, batch, take)
+    run = Pass(len(batch.labels), take, batch_dims(model, batch) if len(batch.labels) > 1 else {})
+    watch = Watch(model)
     with evaluation(model), watch.hooked():
+        watch.run = run
         losses = losses_of(model, batch, reduction)
-        watch.search(losses)
-        if watch.unseen and watch.sharded:
+        watch.search([losses])
+        if run.unseen and watch.sharded:
             raise BadInput(
-                f"{min(watch.unseen)} is sharded and used by an unsupported layer or outside its layer: use --strategy "
+                f"{min(run.unseen)} is sharded and used by an unsupported layer or outside its layer: use --strategy "
                 "ddp."
             )
-        if watch.due.total():
+        if run.due.total():
             torch.autograd.grad(losses.sum(), watch.root, allow_unused=True)
-    if watch.due.total():
-        raise RunFault(f"a use of {listed([*+watch.due])} received no gradient: use --method vmap or loop.")
-    return Seen(losses.detach(), [name for name in trainable(model) if name in watch.unseen])
+    if run.due.total():
+        raise RunFault(f"a use of {listed([*+run.due])} received no gradient: use --method vmap or loop.")
+    return Seen(losses.detach(), [name for name in trainable(model) if name in run.unseen])
 
 
-class _Watch:
-    """Tracks the trainable parameters through one forward and one backward pass.
+@dataclass(eq=False)
+class Pass:
+    """A forward pass of a batch, and its backward pass.
 
     Attributes:
-        root: The leaf whose gradient is computed, so that the backward pass runs through all claims.
-        sharded: Whether the weights are sharded.
-        unseen: Names of the parameters with missed uses; set between the two passes.
-        due: Number of uses whose gradients are to come, by name; set between the two passes.
         samples: B.
+        take: Called during the backward pass, as `backward` says; None: the claims let their gradients pass.
+        dims: The batch dimensions of the layers' inputs, which a single sample does not need.
+        unseen: Names of the parameters with missed uses; set by the search between the two passes.
+        due: Number of uses whose gradients are to come, by name; set by the search.
+        noise: Returns what is added to a parameter's gradient, by its name and an example.
     """
 
-    def __init__(self, model: nn.Module, batch: Batch, take: Take) -> None:
-        self.root = torch.zeros((), requires_grad=True)
-        self.sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
-        self.unseen, self.due, self.samples = set[str](), Counter[str](), len(batch.labels)
-        self._parameters = trainable(model)
-        self._names = {id(p): name for name, p in self._parameters.items()}  # FSDP2 swaps those of a layer that runs
-        owned = {
-            module: {name: self._names[id(p)] for name, p in module.named_parameters(recurse=False) if p.requires_grad}
-            for module in model.modules()
-        }
-        self._owned = {module: names for module, names in owned.items() if names}
-        self._take = take
-        self._dims = batch_dims(model, batch) if self.samples > 1 else {}
-
-    @contextmanager
-    def hooked(self) -> Iterator[None]:
-        """Register hooks on every layer that owns parameters, and remove them on exit."""
-        try:
-            with hooked(self._owned, self._after, self._before):
-                yield
-        finally:
-            for parameter in self._parameters.values():
-                parameter.requires_grad_(True)
-
-    def search(self, losses: Tensor) -> None:
-        """Find the claims and the unseen parameters in the graph of the losses, after the forward pass."""
-        for node in nodes_of(losses):
-            use = getattr(node, "receive", None)
-            if isinstance(use, _Use):
-                self.due.update(use.names.values())
-                if use.x._version != use.version:
-                    self.unseen.update(use.names.values())
-            elif isinstance(node, torch._C._functions.AccumulateGrad) and node.variable is not self.root:
-                name = self._names.get(id(node.variable))
-                self.unseen.update([name] if name else ["a parameter"] * self.sharded)
+    samples: int
+    take: Take | None
+    dims: Mapping[nn.Module, BatchDims]
+    unseen: set[str] = field(default_factory=set)
+    due: Counter[str] = field(default_factory=Counter)
+    noise: Callable[[str, Tensor], Tensor] | None = None
 
     def receive(self, use: _Use, factors: dict[str, LayerFactor]) -> None:
         """Hand on a use's contributions to the gradients of its parameters."""
         for local, name in use.names.items():
             self.due[name] -= 1
-            if name not in self.unseen:
-                self._take(name, factors[local], not self.due[name])
+            if name not in self.unseen and self.take is not None:
+                self.take(name, factors[local], not self.due[name])
+
+
+class Watch:
+    """Claims the uses of a model's trainable parameters.
+
+    Args:
+        model: The model.
+        gradients: Whether the parameters get their gradients, too.
+
+    Attributes:
+        root: A leaf; its gradient runs the backward pass through all claims, and no further.
+        sharded: Whether the weights are sharded.
+        run: The pass that is watched; None: nothing is.
+    """
+
+    def __init__(self, model: nn.Module, *, gradients: bool = False) -> None:
+        self.root, self.run = torch.zeros((), requires_grad=True), cast(Pass | None, None)
+        self.sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
+        self._gradients = gradients
+        self._names = {id(p): name for name, p in trainable(model).items()}  # FSDP2 swaps those of a layer that runs
+        owned = {
+            module: {name: self._names[id(p)] for name, p in module.named_parameters(recurse=False) if p.requires_grad}
+            for module in model.modules()
+        }
+        self._owned = {module: names for module, names in owned.items() if names}
+        self._running: dict[nn.Module, tuple[_Use | None, dict[str, Any]]] = {}
+
+    def hooked(self) -> AbstractContextManager[None]:
+        """Register hooks on every layer that owns parameters, and remove them on exit."""
+        return hooked(self._owned, self._after, self._before)
+
+    def search(self, outputs: Iterable[Tensor]) -> Pass:
+        """Find the claims and the unseen parameters in the graph of a pass's outputs, after the forward pass."""
+        run = self.run
+        assert run is not None
+        for node in nodes_of(outputs):
+            use = getattr(node, "receive", None)
+            if isinstance(use, _Use) and use.run is run:
+                run.due.update(use.names.values())
+                if use.x._version != use.version:
+                    run.unseen.update(use.names.values())
+            elif isinstance(node, torch._C._functions.AccumulateGrad) and isinstance(node.variable, nn.Parameter):
+                name = self._names.get(id(node.variable))
+                run.unseen.update([name] if name else ["a parameter"] * self.sharded)
+            elif type(node).__name__ == "CheckpointFunctionBackward":
+                raise BadInput(
+                    "a reentrant checkpoint hides the layers inside it: call torch.utils.checkpoint.checkpoint with "
+                    "use_reentrant=False."
+                )
+        return run
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        unclaimed = self._use(module, args, kwargs) is None
+        if self.run is None or not torch.is_grad_enabled():
+            return
+        use = self._use(self.run, module, args, kwargs)
+        leaves = {local: module._parameters[local] for local in self._owned[module]}
+        self._running[module] = use, leaves
         for local, name in self._owned[module].items():
-            parameter = getattr(module, local)
-            self._names[id(parameter)] = name
-            parameter.requires_grad_(unclaimed)
+            leaf = leaves[local]
+            self._names[id(leaf)] = name
+            if use is not None:
+                module._parameters[local] = _Mark.apply(leaf, name, self.run) if self._gradients else leaf.detach()
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        for local in self._owned[module]:
-            getattr(module, local).requires_grad_(True)
-        use = self._use(module, args, kwargs)
-        if use is None or not torch.is_grad_enabled():
+        use, leaves = self._running.pop(module, (None, {}))
+        module._parameters.update(leaves)
+        if use is None or output is None:  # a recomputation in the backward pass ends a layer early
             return output
-        return claimed(repeated(output, use.dim, self.samples), self.root, use)
+        return claimed(repeated(output, use.dim, use.run.samples), self.root, use)
 
-    def _use(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Use | None:
+    def _use(self, run: Pass, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Use | None:
         """Return the call of a layer, or None if it is not supported or its input has no batch dimension."""
         names, rule, x = self._owned[module], rule_of(module), input_of(module, args, kwargs)
-        if rule is None or x is None or not names.keys() <= {"weight", "bias"}:
+        if rule is None or x is None or not names.keys() <= {"weight", "bias"} or isinstance(x, DTensor):
             return None
         dim = BatchDim(0, False)
-        if self.samples > 1:
-            known = self._dims.get(module, {}).get(x.ndim)
-            if known is None or x.shape[known.dim] != (1 if known.repeated else self.samples):
+        if run.samples > 1:
+            known = run.dims.get(module, {}).get(x.ndim)
+            if known is None or x.shape[known.dim] != (1 if known.repeated else run.samples):
                 return None
             dim = known
-        return _Use(self, module, names, rule, x.detach(), x._version, dim)
+        return _Use(run, module, names, rule, x.detach(), x._version, dim)
 
 
 @dataclass(eq=False)
@@ -177,7 +207,7 @@ class _Use:
     """One call of a supported layer; called with its output gradient.
 
     Attributes:
-        watch: The pass.
+        run: The pass.
         module: The layer.
         names: Names of its parameters, by their names in the layer.
         rule: Its gradient rule.
@@ -186,21 +216,25 @@ class _Use:
         dim: The batch dimension.
     """
 
-    watch: _Watch
+    run: Pass
     module: nn.Module
     names: dict[str, str]
     rule: Rule
-    x: Tensor
+    x: Tensor | None
     version: int
     dim: BatchDim
 
     def __call__(self, grad: Tensor) -> None:
         """Compute the contributions to the gradients of the parameters, and let the input go."""
-        width, samples = features(self.module), self.watch.samples
-        x = by_sample(widened(self.x), self.x.ndim - width, self.dim, samples)
-        of_output = by_sample(widened(grad.detach()), self.x.ndim - width, BatchDim(self.dim.dim, False), samples)
-        del self.x
-        self.watch.receive(self, self.rule(self.module, x, of_output))
+        if self.run.take is None:
+            return
+        if self.x is None:
+            raise BadInput("a second backward pass over one forward pass would count its samples twice.")
+        leading, samples = self.x.ndim - features(self.module, self.x), self.run.samples
+        x = by_sample(widened(self.x), leading, self.dim, samples)
+        of_output = by_sample(widened(grad.detach()), leading, BatchDim(self.dim.dim, False), samples)
+        self.x = None
+        self.run.receive(self, self.rule(self.module, x, of_output))
 
 
 class Unseen(BadInput):
@@ -275,6 +309,20 @@ def claimed(values: Tensor, root: Tensor, receive: Callable[[Tensor], None]) -> 
     return claim
 
 
+class _Mark(torch.autograd.Function):
+    """The identity on a parameter that is used where a claim sees it; its gradient may get noise."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, name: str, run: Pass) -> Tensor:
+        ctx.marked, ctx.run = name, run
+        return unviewed(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        noise: Callable[[str, Tensor], Tensor] | None = ctx.run.noise
+        return grads[0] if noise is None else noise(ctx.marked, grads[0]), None, None
+
+
 class _Claim(torch.autograd.Function):
     """The identity, with a callback in its backward pass."""
 
@@ -289,16 +337,17 @@ class _Claim(torch.autograd.Function):
         return grads[0], None, None
 
 
-def nodes_of(output: Tensor) -> Iterator[Any]:
-    """Yield each node of the autograd graph of ``output``."""
-    met, ahead = set(), [output.grad_fn]
+def nodes_of(outputs: Iterable[Tensor]) -> Iterator[Any]:
+    """Yield each node of the autograd graph of some tensors, up to marked parameters."""
+    met, ahead = set[Any](), [output.grad_fn for output in outputs]
     while ahead:
         node = ahead.pop()
         if node is None or node in met:
             continue
         met.add(node)
         yield node
-        ahead += [following for following, _ in node.next_functions]
+        if not hasattr(node, "marked"):
+            ahead += [following for following, _ in node.next_functions]
 
 
 @contextmanager
@@ -306,7 +355,7 @@ def hooked(modules: Iterable[nn.Module], after: After, before: Before | None = N
     """Call ``after`` after each forward pass of the modules, ahead of others' hooks, and ``before`` last before it."""
     handles = []
     for module in modules:
-        handles.append(module.register_forward_hook(after, with_kwargs=True, prepend=True))
+        handles.append(module.register_forward_hook(after, with_kwargs=True, prepend=True, always_call=True))
         if before is not None:
             handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
     try:
@@ -342,14 +391,37 @@ PROBED: WeakKeyDictionary[nn.Module, WeakKeyDictionary[nn.Module, BatchDims]] = 
 
 # Why: docs/decisions.md, "The batch dimension is found by NaN".
 def batch_dims(model: nn.Module, batch: Batch) -> Mapping[nn.Module, BatchDims]:
-    """Return the batch dimensions of the inputs of supported layers, trainable or not; None where there is none.
-
-    A model is probed once, and again if it has other layers: two passes of five samples in all. If it fails in the
-    probe, no layer has a batch dimension.
+    """Return the batch dimensions of a language model, from two passes of five samples in all; see `probed_dims`.
 
     Args:
         model: A causal language model.
         batch: Some of its samples.
+    """
+    probes = []
+    for samples, marked in PASSES:
+        some = _of(batch, samples)
+        probes.append(Probe(partial(losses_of, model, some), tuple(read(some.input_ids).shape), marked))
+    return probed_dims(model, probes)
+
+
+class Probe(NamedTuple):
+    """A pass whose gradients are NaN for one sample.
+
+    Attributes:
+        losses: Computes what is differentiated, [B].
+        shape: Leading dimensions of the model's input, [B, T] or [B].
+        marked: The sample with a NaN.
+    """
+
+    losses: Callable[[], Tensor]
+    shape: tuple[int, ...]
+    marked: int
+
+
+def probed_dims(model: nn.Module, probes: Iterable[Probe]) -> Mapping[nn.Module, BatchDims]:
+    """Return the batch dimensions of the inputs of supported layers, trainable or not; None where there is none.
+
+    A model is probed once, and again if it has other layers. If it fails in the probe, no layer has a batch dimension.
 
     Raises:
         BadInput: If a layer mixes the samples of a batch.
@@ -361,8 +433,8 @@ def batch_dims(model: nn.Module, batch: Batch) -> Mapping[nn.Module, BatchDims]:
     calls: dict[nn.Module, _Calls] = {layer: defaultdict(list) for layer in layers}
     mixing = set(calls)
     try:
-        for samples, marked in PASSES:
-            mixing &= _probe(model, _of(batch, samples), marked, calls)
+        for probe in probes:
+            mixing &= _probe(model, probe, calls)
     except Exception as error:  # any model's code may run
         if out_of_memory(error):
             raise
@@ -412,38 +484,38 @@ def _of(batch: Batch, samples: int) -> Batch:
     return Batch(tokens, tokens, [str(row) for row in range(samples)])
 
 
-def _probe(model: nn.Module, batch: Batch, marked: int, calls: dict[nn.Module, _Calls]) -> set[nn.Module]:
-    """Add the possible batch dimensions of every call of a layer in a pass whose sample ``marked`` has a NaN.
+def _probe(model: nn.Module, probe: Probe, calls: dict[nn.Module, _Calls]) -> set[nn.Module]:
+    """Add the possible batch dimensions of every call of a layer in a probe.
 
     Returns:
-        The layers with an input ``[B, T, ...]`` in which it reaches other samples, too.
+        The layers with an input ``[B, T, ...]`` in which the NaN reaches other samples, too.
     """
-    samples, root = len(batch.labels), torch.zeros((), requires_grad=True)
+    (samples, *rest), marked, root = probe.shape, probe.marked, torch.zeros((), requires_grad=True)
     mixing: set[nn.Module] = set()
 
     def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         x = input_of(module, args, kwargs)
-        if x is None or not torch.is_grad_enabled():
+        if x is None or output is None or not torch.is_grad_enabled():
             return output
-        leading = x.ndim - features(module)
+        leading = x.ndim - features(module, x)
         shared = len(x) == 1 and samples not in x.shape[:leading]
 
         def receive(grad: Tensor) -> None:
             depends = grad.isnan().flatten(leading).any(-1)
-            if x.shape[:2] == read(batch.input_ids).shape and {marked} < set(_rows(depends, 0)):
+            if rest and x.shape[:2] == probe.shape and {marked} < set(_rows(depends, 0)):
                 mixing.add(module)
             calls[module][x.ndim].append(
                 {
                     BatchDim(dim, shared)
                     for dim, size in enumerate(depends.shape)
-                    if size == samples and depends.ndim > 1 and _rows(depends, dim) == [marked]
+                    if size == samples and depends.ndim >= len(probe.shape) and _rows(depends, dim) == [marked]
                 }
             )
 
         return claimed(repeated(output, BatchDim(0, shared), samples), root, receive)
 
     with evaluation(model), hooked(calls, after), torch.autograd.set_detect_anomaly(False):
-        losses = losses_of(model, batch)
+        losses = probe.losses()
         weights = torch.ones_like(losses)
         weights[marked] = torch.nan
         torch.autograd.grad(losses, root, weights, allow_unused=True)

@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import layer_norm, rms_norm
+from torch.nn.functional import group_norm, layer_norm, rms_norm, unfold
 
 from gradwire.attribution.persample.batch import squares
 
@@ -54,6 +54,7 @@ class OuterProduct:
 
     def write(self, out: Tensor, add: bool = False) -> None:
         """Write G into ``out``, or add it there."""
+        out = out.flatten(2)  # a kernel's dimensions are columns
         if not self.one_hot:
             torch.baddbmm(out, self.left.transpose(1, 2), self.right, beta=int(add), out=out)
             return
@@ -191,10 +192,44 @@ def scaled_embedding(scale: float, module: nn.Embedding, ids: Tensor, grad: Tens
     return embedding(module, ids, scale * grad)
 
 
+def convolution(module: nn.Conv1d | nn.Conv2d, x: Tensor, grad: Tensor) -> dict[str, LayerFactor]:
+    """y = W ∗ x + b: a linear layer on the patches of x; in groups, one for each."""
+    patches = unfolded(module, x.flatten(0, 1))  # [B, columns · groups, positions]
+    of_output, groups = grad.flatten(0, 1).flatten(2), module.groups
+    if groups == 1:
+        weight: LayerFactor = OuterProduct(len(module.weight), of_output.transpose(1, 2), patches.transpose(1, 2))
+    else:
+        left, right = (values.unflatten(1, (groups, -1)) for values in (of_output, patches))
+        weight = Direct((left @ right.transpose(2, 3)).reshape(-1, *module.weight.shape))
+    return {"weight": weight, "bias": Direct(of_output.sum(2))}
+
+
+def unfolded(module: nn.Conv1d | nn.Conv2d, x: Tensor) -> Tensor:
+    """Return the patches that a kernel sees in x, ``[B, channels · kernel, positions]``."""
+    flat = isinstance(module, nn.Conv1d)
+    sides = [module.kernel_size, module.dilation, module.padding, module.stride]
+    kernel, dilation, padding, stride = ((fill, *side) if flat else side for fill, side in zip((1, 1, 0, 1), sides))
+    return unfold(x[:, :, None] if flat else x, kernel, dilation, padding, stride)
+
+
+def group_normalisation(module: nn.GroupNorm, x: Tensor, grad: Tensor) -> dict[str, LayerFactor]:
+    """y = γ ∘ x̂ + β, with γ and β of channels."""
+    x, grad = x.flatten(0, 1), grad.flatten(0, 1)
+    normalised = group_norm(x, module.num_groups, None, None, module.eps)
+    weight, bias = (
+        (values.flatten(2) if x.ndim > 2 else values[..., None]).sum(2) for values in (grad * normalised, grad)
+    )
+    return {"weight": Direct(weight), "bias": Direct(bias)}
+
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d)
 OF_TORCH: dict[Callable[..., Any], Rule] = {
     nn.Linear.forward: linear,
     nn.Embedding.forward: embedding,
     nn.LayerNorm.forward: layer_normalisation,
+    nn.GroupNorm.forward: group_normalisation,
+    nn.Conv1d.forward: convolution,
+    nn.Conv2d.forward: convolution,
     nn.RMSNorm.forward: rms_normalisation,
 }
 OF_TRANSFORMERS: dict[tuple[str, str], Rule] = {  # looked up without importing them
@@ -207,6 +242,8 @@ PROBED: WeakKeyDictionary[nn.Module, Rule | None] = WeakKeyDictionary()  # what 
 def rule_of(module: nn.Module) -> Rule | None:
     """Return the gradient rule of a layer, or None if the layer is not supported."""
     if isinstance(module, nn.Embedding) and module.scale_grad_by_freq:
+        return None
+    if isinstance(module, CONVOLUTIONS) and (module.padding_mode != "zeros" or isinstance(module.padding, str)):
         return None
     forward = getattr(module.forward, "__func__", None)
     for (place, name), rule in OF_TRANSFORMERS.items():
@@ -226,8 +263,10 @@ def input_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return x if isinstance(x, Tensor) and rule_of(module) is not None else None
 
 
-def features(module: nn.Module) -> int:
+def features(module: nn.Module, x: Tensor) -> int:
     """Count the trailing feature dimensions of a supported layer's input; 0 for the ids of an embedding."""
+    if isinstance(module, (*CONVOLUTIONS, nn.GroupNorm)):
+        return x.ndim - 1
     return 0 if isinstance(module, nn.Embedding) else len(getattr(module, "normalized_shape", (1,)))
 
 

@@ -259,7 +259,7 @@ def noisy(model: nn.Module, std: float, seed: int, step: int, rank: int) -> Iter
         return tree_unflatten(leaves, structure)
 
     def check(loss: Tensor) -> None:
-        reached = {name for node in nodes_of(loss) for name in getattr(node, "noisy_names", ())}
+        reached = {name for node in nodes_of([loss]) for name in getattr(node, "noisy_names", ())}
         left_out = [name for name in trainable(model) if name not in reached]
         if left_out:
             raise BadInput(
