@@ -157,7 +157,7 @@ class Watch:
             use = getattr(node, "receive", None)
             if isinstance(use, _Use) and use.run is run:
                 run.due.update(use.names.values())
-                if use.x._version != use.version:
+                if use.x is None or use.x._version != use.version:
                     run.unseen.update(use.names.values())
             elif isinstance(node, torch._C._functions.AccumulateGrad) and isinstance(node.variable, nn.Parameter):
                 name = self._names.get(id(node.variable))

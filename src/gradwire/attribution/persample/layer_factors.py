@@ -208,17 +208,16 @@ def unfolded(module: nn.Conv1d | nn.Conv2d, x: Tensor) -> Tensor:
     """Return the patches that a kernel sees in x, ``[B, channels · kernel, positions]``."""
     flat = isinstance(module, nn.Conv1d)
     sides = [module.kernel_size, module.dilation, module.padding, module.stride]
-    kernel, dilation, padding, stride = ((fill, *side) if flat else side for fill, side in zip((1, 1, 0, 1), sides))
-    return unfold(x[:, :, None] if flat else x, kernel, dilation, padding, stride)
+    of_row = (1, 1, 0, 1)  # a row of an image is as high as its kernel
+    both: list[Any] = [(fill, *side) if flat else side for fill, side in zip(of_row, sides, strict=True)]
+    return unfold(x[:, :, None] if flat else x, *both)
 
 
 def group_normalisation(module: nn.GroupNorm, x: Tensor, grad: Tensor) -> dict[str, LayerFactor]:
     """y = γ ∘ x̂ + β, with γ and β of channels."""
     x, grad = x.flatten(0, 1), grad.flatten(0, 1)
     normalised = group_norm(x, module.num_groups, None, None, module.eps)
-    weight, bias = (
-        (values.flatten(2) if x.ndim > 2 else values[..., None]).sum(2) for values in (grad * normalised, grad)
-    )
+    weight, bias = (values.flatten(1).unflatten(1, (x.shape[1], -1)).sum(2) for values in (grad * normalised, grad))
     return {"weight": Direct(weight), "bias": Direct(bias)}
 
 
