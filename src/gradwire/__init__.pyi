@@ -1,4 +1,5 @@
 from gradwire.attribution.query.gradient_store import GradientStore as GradientStore
+from gradwire.attribution.front.samples import per_sample as per_sample
 from gradwire.bench.report.predict import predict as predict
 from gradwire.bench.report.rows.record import load_results as load_results
 from gradwire.comm.compressors.methods.bf16 import BF16 as BF16

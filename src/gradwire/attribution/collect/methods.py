@@ -23,8 +23,9 @@ from gradwire.attribution.persample.batch import (
     padded_width,
     zeroed,
 )
-from gradwire.attribution.persample.layer_factors import Direct, LayerFactor, SquareNorms
+from gradwire.attribution.persample.layer_factors import Direct
 from gradwire.attribution.projections import Projector
+from gradwire.attribution.projections.base import Images
 from gradwire.base.errors import BadInput, GradwireError, NonFiniteGradient, RunFault, listed
 from gradwire.lm.data.batches import Batch
 from gradwire.lm.models import saved
@@ -132,32 +133,6 @@ class Fused(NamedTuple):
     square_norm: Tensor
 
 
-class Images:
-    """Projected rows of each part of the parameters, accumulated parameter by parameter.
-
-    Args:
-        parts: The projections of the parts.
-        samples: Number of samples.
-        dims: Widths of the rows.
-        device: Device of the rows.
-    """
-
-    def __init__(self, parts: Sequence[Projector], samples: int, dims: Sequence[int], device: torch.device) -> None:
-        self._dims = dims
-        self._sums = [(part, torch.zeros(samples, part.width(dims), device=device)) for part in parts]
-        self._of = {name: sums for sums in self._sums for name in sums[0].shapes}
-
-    def add(self, name: str, use: LayerFactor) -> None:
-        """Add one use of a parameter."""
-        part, sums = self._of[name]
-        part.add(sums, self._dims, name, use)
-
-    def finished(self) -> dict[int, Tensor]:
-        """Return the projected rows, [samples, parts, dim] by dim."""
-        images = [part.rows(sums, self._dims) for part, sums in self._sums]
-        return {dim: torch.stack([rows[dim] for rows in images], 1) for dim in self._dims}
-
-
 def fused_rows(
     model: nn.Module, batch: Batch, parts: Sequence[Projector], dims: Sequence[int], reduction: Reduction = "mean"
 ) -> Fused:
@@ -174,19 +149,11 @@ def fused_rows(
         Unseen: If the hooks miss a use of a parameter.
     """
     batch = padded_width(batch)
-    samples, device = len(batch.labels), batch.labels.device
-    images = Images(parts, samples, dims, device)
-    squares = [SquareNorms(samples, device) for _ in parts]
-    of = {name: norms for part, norms in zip(parts, squares, strict=True) for name in part.shapes}
-
-    def take(name: str, use: LayerFactor, last: bool) -> None:
-        images.add(name, use)
-        of[name].take(name, use, last)
-
-    losses = hooks.all_seen(hooks.backward(model, batch, take, reduction))
+    images = Images(parts, len(batch.labels), dims, batch.labels.device)
+    losses = hooks.all_seen(hooks.backward(model, batch, images.take, reduction))
     empty = no_targets(batch)
     rows = {dim: zeroed(projected, empty) for dim, projected in images.finished().items()}
-    return Fused(rows, losses, zeroed(torch.stack([norms.total() for norms in squares], 1), empty))
+    return Fused(rows, losses, zeroed(images.square_norms(), empty))
 
 
 def looped_rows(

@@ -38,6 +38,7 @@ from gradwire.attribution.persample.batch import (
 )
 from gradwire.attribution.persample.layer_factors import LayerFactor, Rule, features, input_of, rule_of
 from gradwire.base.errors import BadInput, RunFault, listed
+from gradwire.comm.torch_internals import backward_id
 from gradwire.lm.data.batches import Batch
 
 Take: TypeAlias = Callable[[str, LayerFactor, bool], None]
@@ -52,6 +53,16 @@ def unsupported(model: nn.Module) -> list[str]:
         for parameter in module.parameters(recurse=False)
         if id(parameter) in names and rule_of(module) is None
     ]
+
+
+def check_supported(model: nn.Module) -> None:
+    """Check that the layers of all trainable parameters have a rule.
+
+    Raises:
+        BadInput: If one has none.
+    """
+    if names := unsupported(model):
+        raise BadInput(f"the layer of {listed(names)} has no rule for per-sample gradients: freeze it, or replace it.")
 
 
 class Seen(NamedTuple):
@@ -79,7 +90,7 @@ def backward(model: nn.Module, batch: Batch, take: Take, reduction: Reduction = 
     with evaluation(model), watch.hooked():
         watch.run = run
         losses = losses_of(model, batch, reduction)
-        watch.search([losses])
+        watch.search(run, [losses])
         if run.unseen and watch.sharded:
             raise BadInput(
                 f"{min(run.unseen)} is sharded and used by an unsupported layer or outside its layer: use --strategy "
@@ -115,6 +126,8 @@ class Pass:
     def receive(self, use: _Use, factors: dict[str, LayerFactor]) -> None:
         """Hand on a use's contributions to the gradients of its parameters."""
         for local, name in use.names.items():
+            if not self.due[name]:
+                raise BadInput(f"{name} got a gradient twice: take one backward pass for each forward pass.")
             self.due[name] -= 1
             if name not in self.unseen and self.take is not None:
                 self.take(name, factors[local], not self.due[name])
@@ -149,13 +162,17 @@ class Watch:
         """Register hooks on every layer that owns parameters, and remove them on exit."""
         return hooked(self._owned, self._after, self._before)
 
-    def search(self, outputs: Iterable[Tensor]) -> Pass:
-        """Find the claims and the unseen parameters in the graph of a pass's outputs, after the forward pass."""
-        run = self.run
-        assert run is not None
+    def search(self, run: Pass, outputs: Iterable[Tensor]) -> None:
+        """Find the claims and the unseen parameters in the graph of a pass's outputs, after the forward pass.
+
+        Raises:
+            BadInput: If the graph has parts of another pass, or hides some.
+        """
         for node in nodes_of(outputs):
             use = getattr(node, "receive", None)
-            if isinstance(use, _Use) and use.run is run:
+            if isinstance(use, _Use):
+                if use.run is not run:
+                    raise BadInput("a forward pass depends on an earlier one: detach its input, or the earlier output.")
                 run.due.update(use.names.values())
                 if use.x is None or use.x._version != use.version:
                     run.unseen.update(use.names.values())
@@ -167,11 +184,15 @@ class Watch:
                     "a reentrant checkpoint hides the layers inside it: call torch.utils.checkpoint.checkpoint with "
                     "use_reentrant=False."
                 )
-        return run
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.run is None or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or (self.run is None and backward_id() != -1):
             return
+        if self.run is None:
+            raise BadInput(
+                f"{listed([*self._owned[module].values()])}: the layer runs outside a forward pass of the model, where "
+                "its samples are not known. Call the model itself."
+            )
         use = self._use(self.run, module, args, kwargs)
         leaves = {local: module._parameters[local] for local in self._owned[module]}
         self._running[module] = use, leaves
@@ -182,7 +203,7 @@ class Watch:
                 module._parameters[local] = _Mark.apply(leaf, name, self.run) if self._gradients else leaf.detach()
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        use, leaves = self._running.pop(module, (None, {}))
+        use, leaves = self._running.pop(module, (None, dict[str, Any]()))
         module._parameters.update(leaves)
         if use is None or output is None:  # a recomputation in the backward pass ends a layer early
             return output
@@ -229,7 +250,7 @@ class _Use:
         if self.run.take is None:
             return
         if self.x is None:
-            raise BadInput("a second backward pass over one forward pass would count its samples twice.")
+            raise BadInput("a second backward pass over one forward pass counts its samples twice: take one.")
         leading, samples = self.x.ndim - features(self.module, self.x), self.run.samples
         x = by_sample(widened(self.x), leading, self.dim, samples)
         of_output = by_sample(widened(grad.detach()), leading, BatchDim(self.dim.dim, False), samples)
@@ -436,7 +457,7 @@ def probed_dims(model: nn.Module, probes: Iterable[Probe]) -> Mapping[nn.Module,
         for probe in probes:
             mixing &= _probe(model, probe, calls)
     except Exception as error:  # any model's code may run
-        if out_of_memory(error):
+        if out_of_memory(error) or isinstance(error, BadInput):
             raise
         note(f"hooks find no batch dimensions: the model fails in a probe: {type(error).__name__}: {error}")
         calls, mixing = {layer: defaultdict(list) for layer in calls}, set()

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gradwire.attribution.persample.layer_factors import Direct, LayerFactor
+from gradwire.attribution.persample.layer_factors import Direct, LayerFactor, SquareNorms
 from gradwire.base.errors import BadInput
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -143,3 +143,40 @@ class Whole(Projector):
     def _check(self, dim: int) -> None:
         if dim != self.formed:
             raise BadInput(f"--dim {dim} with --projection none: the model's gradients have {self.formed} entries.")
+
+
+class Images:
+    """Projected rows of each part of the parameters, accumulated parameter by parameter.
+
+    Args:
+        parts: The projections of the parts.
+        samples: Number of samples.
+        dims: Widths of the rows.
+        device: Device of the rows.
+    """
+
+    def __init__(self, parts: Sequence[Projector], samples: int, dims: Sequence[int], device: torch.device) -> None:
+        self._dims = dims
+        self._sums = [(part, torch.zeros(samples, part.width(dims), device=device)) for part in parts]
+        self._squares = [SquareNorms(samples, device) for _ in parts]
+        self._of = {name: sums for sums in self._sums for name in sums[0].shapes}
+        self._norms = {name: norms for part, norms in zip(parts, self._squares, strict=True) for name in part.shapes}
+
+    def add(self, name: str, use: LayerFactor) -> None:
+        """Add one use of a parameter."""
+        part, sums = self._of[name]
+        part.add(sums, self._dims, name, use)
+
+    def take(self, name: str, use: LayerFactor, last: bool) -> None:
+        """Add one use of a parameter, and its norm; ``last`` marks a parameter's last use."""
+        self.add(name, use)
+        self._norms[name].take(name, use, last)
+
+    def square_norms(self) -> Tensor:
+        """Return the squared norms before projection, float64 [samples, parts], of what was taken."""
+        return torch.stack([norms.total() for norms in self._squares], 1)
+
+    def finished(self) -> dict[int, Tensor]:
+        """Return the projected rows, [samples, parts, dim] by dim."""
+        images = [part.rows(sums, self._dims) for part, sums in self._sums]
+        return {dim: torch.stack([rows[dim] for rows in images], 1) for dim in self._dims}
