@@ -1,5 +1,6 @@
-from gradwire.attribution.query.gradient_store import GradientStore as GradientStore
+from gradwire.attribution.front.private import make_private as make_private
 from gradwire.attribution.front.samples import per_sample as per_sample
+from gradwire.attribution.query.gradient_store import GradientStore as GradientStore
 from gradwire.bench.report.predict import predict as predict
 from gradwire.bench.report.rows.record import load_results as load_results
 from gradwire.comm.compressors.methods.bf16 import BF16 as BF16

@@ -69,18 +69,26 @@ def unhooked_by_link(numel: int, world: int, islands: int) -> ByLink:
 
 
 def parameters_unhooked(
-    kind: str, sizes: Sequence[int], world: int, micro_batches: int = 1, *, evaluated: bool = False, islands: int = 1
+    kind: str,
+    sizes: Sequence[int],
+    world: int,
+    micro_batches: int = 1,
+    *,
+    backwards: int = 1,
+    evaluated: bool = False,
+    islands: int = 1,
 ) -> int | None:
     """Return the bytes over all ranks of the float32 all-gathers of parameters in one optimizer step.
 
-    For each micro-batch FSDP gathers a block in the forward pass and again in the backward pass. Parameters outside
-    the blocks stay gathered in between, and from an evaluation to the next step.
+    For each micro-batch FSDP gathers a block in the forward pass and again in each backward pass. Parameters outside
+    the blocks stay gathered from the forward pass to the first backward pass, and from an evaluation to the next step.
 
     Args:
         kind: The strategy's collective.
         sizes: Elements outside the blocks, then of each block, frozen ones included, as from `block_sizes`.
         world: Number of ranks.
-        micro_batches: Forward and backward passes of the step.
+        micro_batches: Forward passes of the step.
+        backwards: Backward passes over a micro-batch.
         evaluated: Whether a forward pass without a backward pass came between the previous step and this one.
         islands: Number of islands that hold the model in shards; each gathers by itself.
 
@@ -90,5 +98,5 @@ def parameters_unhooked(
     if kind == "all_reduce":
         return None
     first, *blocks = sizes
-    gathered = micro_batches * (first + 2 * sum(blocks)) - evaluated * first
+    gathered = micro_batches * (backwards * first + (1 + backwards) * sum(blocks)) - evaluated * first
     return islands * raw_bytes("all_gather", gathered, world // islands)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from datetime import timedelta
 from types import FrameType, FunctionType, SimpleNamespace
@@ -474,23 +475,39 @@ def parameter_groups(model: nn.Module, names: Mapping[int, str]) -> list[Paramet
     Raises:
         BadInput: If this version of torch stores its parameters differently.
     """
-    from torch.distributed.fsdp import FSDPModule
-
     groups: dict[int, ParameterGroup] = {}  # modules that were sharded in one call have one
     try:
-        for module in model.modules():
-            if not isinstance(module, FSDPModule):
-                continue
-            state: Any = module._get_fsdp_state()
-            for group in (
-                state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
-            ):
-                members = {} if group is None else {names[id(held(member))]: member for member in group.fsdp_params}
-                if members:
-                    groups.setdefault(id(group), ParameterGroup(module, group, members))
+        for module, group in sharded_groups(model):
+            if members := {names[id(held(member))]: member for member in group.fsdp_params}:
+                groups.setdefault(id(group), ParameterGroup(module, group, members))
     except AttributeError as error:
         raise BadInput(f"strategy fsdp2 does not support this version of torch ({error}).") from error
     return [*groups.values()]
+
+
+def sharded_groups(model: nn.Module) -> Iterator[tuple[FSDPModule, Any]]:
+    """Yield the modules that FSDP2 shards, each with FSDP2's private object of a group of parameters."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state: Any = module._get_fsdp_state()
+            groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+            yield from ((module, group) for group in groups if group is not None)
+
+
+@contextmanager
+def unreduced(model: nn.Module) -> Iterator[None]:
+    """Keep FSDP2 from reducing gradients of earlier backward passes in those of this context."""
+    groups = [group for _, group in sharded_groups(model)]
+    reduces = [group.reduce_grads for group in groups]
+    for group in groups:
+        group.reduce_grads = False
+    try:
+        yield
+    finally:
+        for group, before in zip(groups, reduces, strict=True):
+            group.reduce_grads = before
 
 
 def held(member: Any) -> nn.Parameter:

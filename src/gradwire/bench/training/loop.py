@@ -177,7 +177,10 @@ class Loop:
         islands = sharded_islands(self.settings.strategy, self.settings.islands)
         changed = cell.param_compress != "none" or cell.communication.comm_optimizer in LOCAL  # the evaluated weights
         sizes, world, evaluated = self.parts.block_sizes, self.world.world_size, before and not changed
-        return parameters_unhooked(kind, sizes, world, passes, evaluated=evaluated, islands=islands)
+        each = self.parts.objective.passes
+        return parameters_unhooked(
+            kind, sizes, world, passes // each, backwards=each, evaluated=evaluated, islands=islands
+        )
 
     def _evaluate_during(self, step: int, row: Row) -> None:
         """Add to a step's row the evaluation that is due after it."""

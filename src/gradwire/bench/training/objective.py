@@ -2,15 +2,10 @@
 
 Shape legend: B = samples of a micro-batch, W = world size, N = expected samples of a private step over all ranks.
 
-Noise on gradients is the gradient of a term that is linear in the parameters. The backward pass therefore adds it to a
-rank's local gradient before DDP's buckets, FSDP's reduce-scatter or a compressor see it.
-
 The guarantee of private training is (ε, δ)-differential privacy per sample, under zero-out adjacency. Neighboring data
 sets have the same size; in one of them, the gradient of one sample is zero. The size may therefore determine rates,
 epochs and the assignment of samples to ranks. One sample changes the sum of clipped gradients by at most C, so noise of
 standard deviation σC makes it a Gaussian mechanism with multiplier σ; post-processing of the noisy sum costs nothing.
-Opacus's accountants compose steps: by Rényi divergences, and by distributions of the privacy loss on a grid (Gopi et
-al., "Numerical Composition of Differential Privacy", NeurIPS 2021), which is tighter. Both are upper bounds on ε.
 
 - Sampling. `poisson`: each sample joins each step independently at random, so the accountant applies amplification by
   subsampling. `shuffled`: a sample is in one step of each epoch. No amplification is claimed: an epoch costs as much as
@@ -26,26 +21,20 @@ Zero-out adjacency: Kairouz et al., "Practical and Private (Deep) Learning witho
 
 from __future__ import annotations
 
-import hashlib
 import math
-import warnings
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from importlib.util import find_spec
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from gradwire.attribution.persample.batch import losses_of, trainable
+from gradwire.attribution.front.accounting import Guarantee, check_accountant
+from gradwire.attribution.front.private import PrivateGradients
+from gradwire.attribution.persample.batch import losses_of
 from gradwire.attribution.persample.batch import n_targets as targets_of
-from gradwire.attribution.persample.hooks import nodes_of, unviewed
-from gradwire.attribution.persample.norms import check_repeatable, check_unmixed, coefficients, norms
-from gradwire.base.errors import BadInput, listed
+from gradwire.attribution.persample.norms import check_repeatable, check_unmixed, norms
+from gradwire.base.errors import BadInput
 from gradwire.bench.config import Cell, Precision, Training
 from gradwire.comm.collectives import ops
 from gradwire.comm.collectives.world import World
@@ -53,9 +42,6 @@ from gradwire.lm.data.batches import Batch
 
 Draw = Callable[[str, Tensor, torch.device], Tensor | None]
 ADJACENCY = "zero-out"
-EPSILON_ERROR = 0.01  # of the grid's bound
-BYTES_PER_POINT = 192  # of the grid, at most: 182 measured with Opacus 1.6
-LARGEST_GRID = 1 << 30  # bytes
 
 
 class Quality(NamedTuple):
@@ -149,56 +135,59 @@ class Plain:
 
 
 class Private(Plain):
-    """DP-SGD: the sum of per-sample gradients clipped to C, plus noise, divided by N.
+    """DP-SGD: the mean of clipped gradients plus noise, by `attribution.front.private`.
 
-    A sample's loss is the mean over its own targets. N is a constant, so only the noisy sum depends on the samples.
-    Each rank draws noise of standard deviation σC/√W, which makes σC in the sum over ranks.
+    A sample's loss is the mean over its own targets.
 
     Args:
-        model: The unwrapped model; it must not mix samples or use dropout.
+        model: The unwrapped model; it must not mix samples.
         training: The settings, with C and σ.
         seed: Seed of the noise.
         world: The process group and this rank's position in it.
 
     Raises:
-        BadInput: If the model mixes samples or its forward pass is not repeatable.
+        BadInput: If the model mixes samples.
     """
 
     passes = 2
+    """Backward passes over a micro-batch: norms, then gradients."""
 
     def __init__(self, model: nn.Module, training: Training, seed: int, world: World) -> None:
         super().__init__()
         check_unmixed(model)
-        check_repeatable(model)
         assert training.dp_max_grad_norm is not None
-        self.max_norm, self.seed, self.rank = training.dp_max_grad_norm, seed, world.rank
         self.expected = training.batch_size * training.grad_accum_steps * world.world_size
-        # The loop multiplies by W, because strategies average over ranks.
-        self.std = math.sqrt(world.world_size) * training.dp_noise_multiplier * self.max_norm / self.expected
-        self._coefficients = deque[Tensor]()
+        self.max_norm, self._inner, self._world = training.dp_max_grad_norm, model, world
+        self.private = PrivateGradients(
+            model,
+            noise_multiplier=training.dp_noise_multiplier,
+            max_grad_norm=training.dp_max_grad_norm,
+            batch_size=self.expected,
+            seed=seed,
+            rank=world.rank,
+            ranks=world.world_size,
+        )
         self._totals = torch.zeros(3)
 
     def begin(self, model: nn.Module, micro_batches: Sequence[Batch], step: int) -> None:
-        """Compute every sample's norm and clipping coefficient, before any gradient accumulates."""
-        self._step = step
-        inner = getattr(model, "module", model)  # DDP's own forward would wait for gradients
-        sample_norms = [norms(inner, batch).square.sqrt() for batch in micro_batches]
-        self._coefficients = deque(coefficients(norm, self.max_norm) for norm in sample_norms)
-        real = torch.tensor([id_ != "" for batch in micro_batches for id_ in batch.sample_id])
-        of_samples = torch.cat(sample_norms)[real.to(sample_norms[0].device)]
-        counts = (real.sum(), (of_samples > self.max_norm).sum(), of_samples.sum())
-        self._totals = torch.stack([count.to(of_samples.device, torch.float32) for count in counts])
+        """Begin the step's statistics and noise."""
+        self.private.step, self._totals = step, torch.zeros(3, device=micro_batches[0].labels.device)
 
     def loss(self, model: nn.Module, batch: Batch, n_targets: Tensor, last: bool) -> tuple[Tensor, Tensor]:
         """The micro-batch's clipped loss; the backward pass of the last micro-batch adds the step's noise."""
-        coefficient = self._coefficients.popleft()
-        with noisy(model, self.std, self.seed, self._step, self.rank) if last and self.std else nullcontext() as check:
+        with self.private.watched():
             losses = losses_of(model, batch)
-        if check is not None:
-            check(losses)
-        loss = (coefficient.to(losses.dtype) * losses).sum() / self.expected
+
+        def missed(names: list[str]) -> Tensor:
+            check_repeatable(self._inner)
+            return norms(self._inner, batch, names=names).square
+
+        clipped = self.private.clipped(losses, last, missed) / self._world.world_size  # the loop multiplies by W
+        of_samples = self.private.norms[torch.tensor([id_ != "" for id_ in batch.sample_id]).to(losses.device)]
+        counts = (torch.tensor(len(of_samples)), (of_samples > self.max_norm).sum(), of_samples.sum())
+        self._totals += torch.stack([count.to(self._totals) for count in counts])
         total = (losses.detach() * targets_of(batch.labels)).sum()
-        return loss, total / n_targets.clamp(min=1)  # Poisson sampling may draw no sample
+        return clipped, total / n_targets.clamp(min=1)  # Poisson sampling may draw no sample
 
     def totals(self) -> list[Tensor]:
         """Number of samples, number of clipped samples and sum of norms."""
@@ -210,177 +199,6 @@ class Private(Plain):
         fields = {"samples": int(samples), "clipped_samples": int(clipped)}
         of_each = (clipped / samples, total / samples) if samples else (None, None)
         return fields | dict(zip(("clipped_fraction", "sample_norm_mean"), of_each, strict=True))
-
-
-@contextmanager
-def noisy(model: nn.Module, std: float, seed: int, step: int, rank: int) -> Iterator[Callable[[Tensor], None]]:
-    """Add noise of standard deviation ``std`` to the gradients of forward passes in this context.
-
-    A parameter's noise depends on the arguments and its name only, so a resumed run draws the same noise. Each gets it
-    once, in the first of its layers' calls that the backward pass reaches.
-
-    Args:
-        model: A model whose layers return tensors, or tuples, lists or dicts of them; under FSDP2 every rank draws
-            noise for the unsharded parameter.
-        std: Standard deviation of each element.
-        seed: The run's seed. Anyone who knows it can subtract the noise.
-        step: The optimizer step.
-        rank: This rank; ranks draw independently.
-
-    Yields:
-        A check that the backward pass of a loss adds noise to every parameter; it raises BadInput.
-
-    Raises:
-        BadInput: If a layer returns no tensor.
-    """
-
-    def draw(name: str, like: Tensor, device: torch.device) -> Tensor | None:
-        if name in drawn:
-            return None
-        drawn.add(name)
-        generator = torch.Generator(device).manual_seed(_derived(seed, step, rank, name))
-        return std * torch.randn(like.shape, generator=generator, dtype=like.dtype, device=device)
-
-    def after(module: nn.Module, _: Any, output: Any) -> Any:
-        leaves, structure = tree_flatten(output)
-        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-        names = owned[module]
-        if not places:
-            raise BadInput(
-                f"{', '.join(names.values())}: the layer that owns them returns a {type(output).__name__} without a "
-                "tensor, so private training cannot add noise. Freeze them, or return a tensor, tuple, list or dict."
-            )
-        parameters = [getattr(module, local) for local in names]  # unsharded at this point under FSDP2
-        added = _Added.apply(
-            draw, tuple(names.values()), len(places), *(leaves[place] for place in places), *parameters
-        )
-        for place, values in zip(places, added, strict=True):
-            leaves[place] = values
-        return tree_unflatten(leaves, structure)
-
-    def check(loss: Tensor) -> None:
-        reached = {name for node in nodes_of([loss]) for name in getattr(node, "noisy_names", ())}
-        left_out = [name for name in trainable(model) if name not in reached]
-        if left_out:
-            raise BadInput(
-                f"{listed(left_out)}: the loss does not depend on the layer that owns them, so private training cannot "
-                "add noise to their gradients. Freeze them, or call the layer itself."
-            )
-
-    owned, drawn = _owned(model), set[str]()
-    handles = [module.register_forward_hook(after, prepend=True) for module in owned]
-    try:
-        yield check
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-class _Added(torch.autograd.Function):
-    """The identity on a layer's outputs; its backward adds drawn noise to the gradient of each parameter."""
-
-    @staticmethod
-    def forward(ctx: Any, draw: Draw, names: tuple[str, ...], outputs: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.draw, ctx.noisy_names = draw, names
-        ctx.like = [torch.empty(p.shape, dtype=p.dtype, device="meta") for p in tensors[outputs:]]  # FSDP2 frees them
-        ctx.device = tensors[0].device
-        ctx.set_materialize_grads(False)
-        return tuple(unviewed(values) for values in tensors[:outputs])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        drawn = [ctx.draw(name, like, ctx.device) for name, like in zip(ctx.noisy_names, ctx.like, strict=True)]
-        return None, None, None, *grads, *drawn
-
-
-def _owned(model: nn.Module) -> dict[nn.Module, dict[str, str]]:
-    """Names of the trainable parameters, by each layer that owns them and their local name in it."""
-    names = {id(parameter): name for name, parameter in trainable(model).items()}
-    owned: dict[nn.Module, dict[str, str]] = {}
-    for module in model.modules():
-        local_names = {local: names[id(p)] for local, p in module.named_parameters(recurse=False) if id(p) in names}
-        if local_names:
-            owned[module] = local_names
-    return owned
-
-
-def _derived(*words: object) -> int:
-    """A seed below 2^63."""
-    return int.from_bytes(hashlib.sha256(repr(words).encode()).digest()[:8], "little") >> 1
-
-
-@dataclass(frozen=True)
-class Guarantee:
-    """The parameters that determine ε.
-
-    Args:
-        multiplier: The noise's standard deviation over C, as accounted.
-        delta: δ.
-        sample_rate: The probability that a sample is in a step with Poisson sampling; None if shuffled.
-        steps_per_epoch: Optimizer steps per epoch; shuffling repeats no sample within one.
-    """
-
-    multiplier: float
-    delta: float
-    sample_rate: float | None
-    steps_per_epoch: int
-
-    def spent(self, steps: int) -> Spent:
-        """Upper bounds on ε after ``steps`` optimizer steps; none without a guarantee, such as without noise."""
-        if not self.multiplier:
-            return Spent(None, None)
-        if not steps:
-            return Spent(0.0, 0.0)
-        import numpy as np
-        from opacus.accountants import PRVAccountant, RDPAccountant
-
-        rate, times = (self.sample_rate, steps) if self.sample_rate else (1.0, math.ceil(steps / self.steps_per_epoch))
-
-        def bound(accountant: Any, **options: float) -> float | None:
-            accountant.history = [(self.multiplier, rate, times)]
-            epsilon = float(accountant.get_epsilon(delta=self.delta, **options))
-            return epsilon if math.isfinite(epsilon) else None
-
-        # log(1 - rate) with a rate of 1; a bound of the smallest order, which holds and could be smaller
-        with np.errstate(divide="ignore", over="ignore"), warnings.catch_warnings(action="ignore"):
-            points = grid_points(self.multiplier, rate, times, self.delta)
-            fits = points * BYTES_PER_POINT <= LARGEST_GRID
-            prv = bound(PRVAccountant(), eps_error=EPSILON_ERROR) if fits else None
-            return Spent(prv, bound(RDPAccountant()))
-
-
-class Spent(NamedTuple):
-    """Upper bounds on ε by accountant; both hold.
-
-    Attributes:
-        prv: By distributions of the privacy loss; None if their grid would need more memory than `LARGEST_GRID`.
-        rdp: By Rényi divergences.
-    """
-
-    prv: float | None
-    rdp: float | None
-
-    @property
-    def accountant(self) -> str | None:
-        """The accountant with the smaller bound; None if there is none."""
-        bounds = {name: bound for name, bound in self._asdict().items() if bound is not None}
-        return min(bounds, key=bounds.__getitem__) if bounds else None
-
-    @property
-    def epsilon(self) -> float | None:
-        """The smaller bound."""
-        return getattr(self, self.accountant) if self.accountant else None
-
-
-def grid_points(multiplier: float, rate: float, times: int, delta: float) -> float:
-    """Return the number of points of the grid that Opacus's PRV accountant would compose ``times`` steps on."""
-    from opacus.accountants.analysis.prv import PoissonSubsampledGaussianPRV, compute_safe_domain_size
-
-    error = delta / 1000  # the accountant's own choice
-    prvs = [PoissonSubsampledGaussianPRV(rate, multiplier)]
-    options: dict[str, Any] = {"max_self_compositions": [times], "eps_error": EPSILON_ERROR, "delta_error": error}
-    half = float(compute_safe_domain_size(prvs=prvs, **options))
-    return 2 * half * math.sqrt(times * math.log(12 / error) / 2) / EPSILON_ERROR
 
 
 # Why: docs/decisions.md, "ε for what really happens".
@@ -397,8 +215,8 @@ def guarantee(training: Training, cell: Cell, samples: int, world_size: int) -> 
         BadInput: If δ is too large, a step takes more samples than there are or could take one twice, or Opacus is not
             installed.
     """
-    if training.dp_noise_multiplier and find_spec("opacus") is None:
-        raise BadInput("private training needs Opacus: pip install 'gradwire[bench]'.")
+    if training.dp_noise_multiplier:
+        check_accountant()
     batch = training.batch_size * training.grad_accum_steps * world_size
     if batch > samples:
         raise BadInput(f"a private step takes {batch} samples, but the training split has {samples}; take fewer.")
