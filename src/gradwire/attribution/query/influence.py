@@ -225,7 +225,7 @@ def learning_rate(train: GradientStore) -> float:
     """
     from gradwire.lm.models import saved
 
-    file = Path(train.manifest.model_dir) / saved.METADATA
+    file = Path(train.manifest.lora_dir or train.manifest.model_dir) / saved.METADATA
     check_sums(file.parent, (file.name,))
     rate = read_object(file).get(LEARNING_RATE) if file.is_file() else None
     if not isinstance(rate, float) or not rate > 0:

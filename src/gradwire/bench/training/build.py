@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +27,7 @@ from gradwire.comm.parallel import optimizers
 from gradwire.comm.parallel.model import local
 from gradwire.comm.reduction import encoding_of
 from gradwire.lm.data.shards import Shards
-from gradwire.lm.models import causal
+from gradwire.lm.models import causal, lora
 
 BETA1 = 0.9
 SLOW_BF16 = (
@@ -43,6 +44,7 @@ class Outcome:
         rows: This rank's rows of ``steps.parquet``, from the step on at which the run came to these ranks.
         moved_from: The strategies and ranks that took steps before, each with the step that it stopped at.
         config: The model's configuration.
+        adapter: The configuration of the LoRA adapter that is trained; None if the model itself is.
         numel: Number of trainable parameters; tied ones count once.
         reduced_numel: Elements that the framework's own reduction handles in a step, including padding.
         dense_steps: Number of first steps in which everything travels as float32.
@@ -57,6 +59,7 @@ class Outcome:
     rows: list[Row] = field(default_factory=list)
     moved_from: list[Row] = field(default_factory=list)
     config: Any = None
+    adapter: Any = None
     numel: int = 0
     reduced_numel: int = 0
     dense_steps: int = 0
@@ -99,12 +102,17 @@ def build(settings: Settings, split: Shards, world: World) -> tuple[Parts, Outco
     torch.manual_seed(settings.seed)
     vocab_size, max_length = split.meta["vocab_size"], split.meta["max_length"]
     model = causal.build(settings.model, vocab_size, max_length, settings.seed).to(world.device)
+    adapter = None
+    if settings.lora_rank:
+        model = lora.attach(model, Path(settings.model), rank=settings.lora_rank, seed=settings.seed)
+        adapter = model.peft_config[lora.ADAPTER]
     if training.gradient_checkpointing:
         model.gradient_checkpointing_enable()
     if training.compile:
         parallel.compile_blocks(model)
     outcome = Outcome(
         config=model.config,
+        adapter=adapter,
         numel=sum(p.numel() for p in model.parameters() if p.requires_grad),
         memory=PeakMemory(world.device),
     )
@@ -193,8 +201,8 @@ def build_optimizer(
 def decayed(
     parameters: Iterable[tuple[str, nn.Parameter]], matrices: set[str], training: Training
 ) -> list[dict[str, Any]]:
-    """Divide named parameters into an optimizer's groups: matrices, with weight decay, and the rest."""
-    named = list(parameters)
+    """Divide trainable parameters into an optimizer's groups: matrices, with weight decay, and the rest."""
+    named = [(name, p) for name, p in parameters if p.requires_grad]
     return [
         {"params": [p for name, p in named if name in matrices], "weight_decay": training.weight_decay},
         {"params": [p for name, p in named if name not in matrices], "weight_decay": 0.0},

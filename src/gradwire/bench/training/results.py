@@ -109,7 +109,7 @@ def save_model(
     state, moments = parallel.full_state_dict(model), parallel.full_optimizer_state(model, optimizer)
     if state:  # that of rank 0
         tokenizer = split.folder.parent.parent / "tokenizer"
-        causal.save(state, outcome.config, tokenizer, folder, origin, moments)
+        causal.save(state, outcome.config, tokenizer, folder, origin, moments, outcome.adapter)
 
 
 def kept_model(settings: Settings, identity: str, split: Shards, world: World, parts: Parts, outcome: Outcome) -> None:

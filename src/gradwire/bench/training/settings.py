@@ -10,7 +10,7 @@ from pydantic import Field
 
 from gradwire.base.errors import BadInput
 from gradwire.base.files import digest, parse_json, read_json
-from gradwire.base.flags import NATURAL, RANKS, SEED
+from gradwire.base.flags import COUNT, LORA_RANK, NATURAL, RANKS, SEED
 from gradwire.base.rank_env import RankEnvOptions
 from gradwire.base.source_digest import source_digest
 from gradwire.base.strict import Strict
@@ -21,7 +21,7 @@ from gradwire.comm.compressors.registry import sources
 from gradwire.comm.reduction import ParamCompress
 from gradwire.comm.topology import STRATEGIES, check_simulated, check_topology
 from gradwire.lm.data import CHAT_FORMAT, LENGTH, MAX_LENGTH, SKIP_INVALID, VOCAB_SIZE, VOCABULARY, ChatFormat
-from gradwire.lm.models import presets
+from gradwire.lm.models import presets, saved
 
 if TYPE_CHECKING:
     StrategyName = str
@@ -64,6 +64,14 @@ class Options(CorpusOptions, Training, RankEnvOptions):
     )
     label: str | None = Field(None, description="the cell's name in tables (default: the compressor's name)")
     seed: Annotated[int, SEED] = Field(0, description="seed of the model, the data order and the compressor")
+    lora_rank: Annotated[int, LORA_RANK] | None = Field(
+        None,
+        description="train a new LoRA adapter of this rank, for --model, a folder of a saved model; final_model/ and "
+        "models/ then hold adapters",
+    )
+    epochs: Annotated[int, COUNT] | None = Field(
+        None, description="passes over the data, instead of --steps; keeps a model after each, or as --keep_model_every"
+    )
     resume: bool = Field(False, description="resume from the newest valid checkpoint in --output_dir, if any")
     restart: bool = Field(
         False, description="with --resume: start over if the checkpoint has another configuration or source"
@@ -97,6 +105,8 @@ class Settings:
         resume: Resume from the newest checkpoint in ``output_dir``.
         restart: Start over if that checkpoint has another configuration or source, instead of raising an error.
         simulated_ranks: Number of ranks that take turns in one process; None for ranks with a process each.
+        lora_rank: Rank of the LoRA adapter that is trained; None to train the model itself.
+        epochs: Passes over the data, which `over` turns into steps; None for the steps of ``training``.
         verify_sync: Steps between checks that the ranks agree; 0 disables them.
     """
 
@@ -112,6 +122,23 @@ class Settings:
     restart: bool = False
     islands: int = 1
     simulated_ranks: int | None = None
+    lora_rank: int | None = None
+    epochs: int | None = None
+
+    def over(self, samples: int, world_size: int) -> Settings:
+        """The same run with its epochs as steps, and a model kept after each epoch.
+
+        Args:
+            samples: Number of training samples.
+            world_size: Number of ranks.
+        """
+        if self.epochs is None:
+            return self
+        training = self.training
+        of_epoch = max(1, samples // (training.batch_size * training.grad_accum_steps * world_size))
+        kept = training.keep_model_every or of_epoch
+        changed = training.model_copy(update={"steps": self.epochs * of_epoch, "keep_model_every": kept})
+        return replace(self, training=changed)
 
     def shared_out(self, world_size: int, link: str | None) -> Settings:
         """The same run with the global batch divided among ranks; see `Training.shared_out`.
@@ -161,6 +188,7 @@ class Settings:
             "model": presets.content(self.model),
             "seed": self.seed,
             "data": data,
+            **({"lora_rank": self.lora_rank} if self.lora_rank else {}),
         }
 
     def source(self) -> str:
@@ -203,6 +231,11 @@ def settings_of(options: Options) -> Settings:
     method = keys.setdefault("method", "none")
     cell = Cell.parse(options.label or str(method), keys)
     cell.check_strategy(options.strategy)
+    if options.lora_rank and not saved.is_saved(options.model):
+        raise BadInput(
+            f"--lora_rank {options.lora_rank} trains an adapter of a saved model, and --model {options.model} is no "
+            "folder with weights: give one, such as the final_model/ of a run."
+        )
     training = cell.applied_to(options.training)
     check_private(training, cell, options.strategy)
     if options.simulated_ranks is not None:

@@ -58,6 +58,8 @@ def preflight(options: Options) -> None:
     folder = shards_folder(options, rank=0)
     shards.check(folder)
     split = shards.Shards(folder, "train")
+    settings = settings.over(len(split), world_size)
+    training = settings.training
     causal.check(settings.model, split.meta["vocab_size"], split.meta["max_length"])
     batches.check_enough(split, training.batch_size, world_size)
     if training.private:
@@ -125,6 +127,7 @@ def take_part(options: Options, world: World, asked: Preemption) -> None:
     folder = shards_folder(options, world.rank)
     splits = Shards(folder, "train"), Shards(folder, "val")
     check_enough(splits[0], settings.training.batch_size, world.world_size)  # torchrun's ranks have had no preflight
+    settings = settings.over(len(splits[0]), world.world_size)
     identity = settings.identity(world.world_size, splits[0].digest)
     check_run_folder(settings.output_dir, identity)
     model, optimizer, outcome = train(settings, splits, world, identity, asked)

@@ -24,7 +24,7 @@ from transformers.utils import logging
 
 from gradwire.base.errors import BadInput, listed
 from gradwire.base.files import SUMS, atomic_folder, check_sums, write_json, write_sums
-from gradwire.lm.models import architecture, optimizer, presets, saved
+from gradwire.lm.models import architecture, lora, optimizer, presets, saved
 
 logging.disable_progress_bar()  # 28 tensors need no progress bar
 PROBED = 8  # tokens
@@ -47,7 +47,7 @@ def build(model: str, vocab_size: int, max_length: int, seed: int) -> PreTrained
             model is damaged, or the model does not predict each token from the ones before it alone.
     """
     config = check(model, vocab_size, max_length)
-    if is_saved(model):
+    if saved.is_saved(model):
         made = load(Path(model))
     else:
         with torch.random.fork_rng(devices=[]):
@@ -62,17 +62,12 @@ def check(model: str, vocab_size: int, max_length: int) -> PretrainedConfig:
     """Return a model's configuration, checked without building its weights; arguments and errors as in `build`."""
     options = presets.options(model)
     if options is None:
-        if is_saved(model):
+        if saved.is_saved(model):
             saved.check(Path(model))
         return architecture.of_folder(Path(model), vocab_size, max_length)
     config = architecture.configuration(options, vocab_size, max_length)
     check_memory(config, model)
     return config
-
-
-def is_saved(model: str) -> bool:
-    """Whether a model is a folder with weights."""
-    return presets.options(model) is None and saved.has_weights(Path(model))
 
 
 def check_memory(config: PretrainedConfig, model: str) -> None:
@@ -127,8 +122,9 @@ def save(
     output: Path,
     extra: Mapping[str, Any],
     optimizer_state: Mapping[str, Any] | None = None,
+    adapter: Any = None,
 ) -> None:
-    """Write a model folder atomically, replacing an existing one.
+    """Write a model folder atomically, replacing an existing one; of a model with a LoRA adapter, the adapter's alone.
 
     Args:
         model_state: The full CPU state by the unwrapped model's names; a tied weight may appear under both names.
@@ -137,13 +133,18 @@ def save(
         output: The folder to write.
         extra: Entries of ``gradwire.json`` in addition to ``max_length`` (positions, in tokens).
         optimizer_state: Adam's full state by parameter name; its moments are saved with the weights.
+        adapter: The adapter's configuration; None for a model without one.
     """
-    second = architecture.second_names(config)
-    weights = {name: tensor.contiguous() for name, tensor in model_state.items() if name not in second}
+    if adapter is None:
+        second = architecture.second_names(config)
+        file, weights = saved.WEIGHTS, {name: of for name, of in model_state.items() if name not in second}
+    else:
+        file, weights = lora.WEIGHTS, lora.weights(model_state)
     with atomic_folder(output) as part:
         shutil.copytree(tokenizer_dir, part, dirs_exist_ok=True, ignore=shutil.ignore_patterns(SUMS))
-        config.save_pretrained(part)
-        save_file(weights, part / saved.WEIGHTS, metadata={"format": "pt"})
+        (adapter or config).save_pretrained(part)
+        contiguous = {name: tensor.contiguous() for name, tensor in weights.items()}
+        save_file(contiguous, part / file, metadata={"format": "pt"})
         write_json(part / saved.METADATA, {"max_length": architecture.positions(config), **extra})
         if optimizer_state is not None:
             optimizer.save(optimizer_state, part)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ from gradwire.base.errors import BadInput
 from gradwire.lm.models import saved
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER = "default"  # what `peft` calls an adapter in a model
 
 
 def check(adapter: Path, base: Path) -> None:
@@ -39,6 +41,11 @@ def check(adapter: Path, base: Path) -> None:
 def digest(adapter: Path) -> str:
     """A digest of the adapter's configuration and weights, in hex."""
     return files.digest([files.sha256_file(adapter / name) for name in (CONFIG, WEIGHTS)], length=64)
+
+
+def weights(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The adapter's part of a model's state, with the names that `peft` gives a saved adapter."""
+    return {name.replace(f".{ADAPTER}.", "."): tensor for name, tensor in state.items() if f".{ADAPTER}." in name}
 
 
 def attach(model: nn.Module, base: Path, *, adapter: Path | None = None, rank: int = 8, seed: int = 0) -> nn.Module:

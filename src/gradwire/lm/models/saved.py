@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradwire.base import files
 from gradwire.base.errors import BadInput
+from gradwire.lm.models import presets
 
 if TYPE_CHECKING:
     from gradwire.lm.data.shards import Shards
@@ -64,6 +65,11 @@ def weights(path: Path) -> list[Path]:
 def has_weights(path: Path) -> bool:
     """Whether a folder holds weights, or anything that gradwire saves with them; then missing weights are an error."""
     return any((Path(path) / name).is_file() for name in (WEIGHTS, INDEX, METADATA))
+
+
+def is_saved(model: str) -> bool:
+    """Whether a model is a folder with weights."""
+    return presets.options(model) is None and has_weights(Path(model))
 
 
 def model_type(path: Path) -> str | None:
