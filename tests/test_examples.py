@@ -126,9 +126,37 @@ def test_a_script_around_a_llama_resumes_as_if_unbroken(tmp_path, way):
     assert first != second, "each rank has its own residuals"
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp2", "with_accelerate"])
-def test_an_example_is_short(name):
-    assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= LINES
+@pytest.mark.full
+def test_norms_of_samples_are_printed_while_fsdp2_trains(tmp_path):
+    printed = run(EXAMPLES / "sample_norms.py", tmp_path)[0]
+    losses, largest = (re.findall(rf"{name} ([\d.]+)", printed) for name in ("loss", "norm"))
+    assert len(losses) == 4 and float(losses[-1]) < float(losses[0]) / 4 and all(float(norm) > 0 for norm in largest)
+
+
+@pytest.mark.full
+def test_rows_of_one_class_are_nearest(tmp_path):
+    assert "16 of 16 nearest samples" in run(EXAMPLES / "gradient_rows.py", tmp_path, world_size=1)[0]
+
+
+@pytest.mark.full
+def test_private_training_learns_and_spends_epsilon(tmp_path):
+    printed = run(EXAMPLES / "private.py", tmp_path)
+    losses, spent = (
+        [float(value) for value in re.findall(rf"{name} ([\d.]+)", printed[0])] for name in ("loss", "epsilon")
+    )
+    assert losses[-1] < losses[0] / 4 and spent == sorted(spent) and 2 < spent[-1] < 6
+    assert printed[1] == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "lines"),
+    [
+        *((name, LINES) for name in ("ddp", "fsdp2", "with_accelerate")),
+        *((name, 30) for name in ("sample_norms", "gradient_rows", "private")),
+    ],
+)
+def test_an_example_is_short(name, lines):
+    assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= lines
 
 
 def test_every_public_name_is_where_the_stub_says():

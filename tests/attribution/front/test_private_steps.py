@@ -183,3 +183,12 @@ def test_misuse_is_refused():
         private.backward(losses_of(model, x, labels()))
     with pytest.raises(BadInput, match="pass sample_rate"):
         private.epsilon(1e-5)
+
+
+def test_a_step_without_samples_is_noise():
+    model = made("mlp")[0]
+    given = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, "batch_size": 4, "seed": 0}
+    private = make_private(model, torch.optim.SGD(model.parameters(), lr=0.1), **given)
+    private.backward(losses_of(model, torch.zeros(0, 7), labels(0)))
+    noise = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+    assert float(noise.square().mean().sqrt()) == pytest.approx(0.25, rel=0.4) and noise.ne(0).all()

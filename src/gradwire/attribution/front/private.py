@@ -13,7 +13,7 @@ import hashlib
 import math
 import os
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -218,7 +218,7 @@ class PrivateGradients:
         self._run: Pass | None = None
         self._drawn, self._leaves = set[str](), set[str]()
 
-    def watched(self) -> AbstractContextManager[None]:
+    def watched(self) -> ExitStack:
         """Watch the forward passes in a context."""
         return self._front.watched()
 

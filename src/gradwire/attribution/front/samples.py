@@ -6,8 +6,8 @@ Shape legend: B = samples of a block, all its forward passes in order; D = width
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self
 from weakref import WeakSet
@@ -268,9 +268,8 @@ class Front:
         self.model, self.batch_dim, self.watch = model, batch_dim, Watch(model, gradients=True)
         self._start, self._ended, self._probing = start, ended, False
 
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Register the hooks, and remove them on exit.
+    def watched(self) -> ExitStack:
+        """Register the hooks; leaving the context removes them.
 
         Raises:
             BadInput: If the model has hooks of another one.
@@ -278,15 +277,12 @@ class Front:
         if self.model in WATCHED:
             raise BadInput("the model is watched already: end the other context, or detach the private training.")
         WATCHED.add(self.model)
-        before = self.model.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
-        after = self.model.register_forward_hook(self._after, prepend=True, always_call=True)
-        try:
-            with self.watch.hooked():
-                yield
-        finally:
-            before.remove()
-            after.remove()
-            WATCHED.discard(self.model)
+        stack = ExitStack()
+        stack.callback(WATCHED.discard, self.model)
+        stack.callback(self.model.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True).remove)
+        stack.callback(self.model.register_forward_hook(self._after, prepend=True, always_call=True).remove)
+        stack.enter_context(self.watch.hooked())
+        return stack
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._probing or not torch.is_grad_enabled() or backward_id() != -1:

@@ -484,7 +484,8 @@ def by_sample(values: Tensor, leading: int, dim: BatchDim, samples: int) -> Tens
         return values.reshape(1, -1, *values.shape[leading:])
     if dim.repeated:
         values = values.expand(samples, *values.shape[1:])
-    return values.movedim(dim.dim, 0).reshape(samples, -1, *values.shape[leading:])
+    values = values.movedim(dim.dim, 0)
+    return values.flatten(1, leading - 1) if leading > 1 else values[:, None]
 
 
 _Calls = defaultdict[int, list[set[BatchDim]]]  # possible dimensions of each call, by its input's number of dimensions
