@@ -257,6 +257,17 @@ def test_what_cannot_be_right_is_refused(kind):
     assert not any(module._forward_hooks for module in model.modules())
 
 
+class Bare(nn.Module):
+    """Leaves its head to the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(7, 7), nn.Linear(7, CLASSES, bias=False)
+
+    def forward(self, x):
+        return self.layer(x)
+
+
 def test_misuse_is_refused():
     model, x = made("mlp")
     samples = per_sample(model)
@@ -275,6 +286,9 @@ def test_misuse_is_refused():
         losses.mean().backward()
     with pytest.raises(BadInput, match=r"2\.weight, 2\.bias: the layer runs outside"), samples.norms():
         model[2](torch.randn(SAMPLES, 9))
+    body = Bare()
+    with pytest.raises(BadInput, match=r"head.weight is used outside the model's"), per_sample(body).norms():
+        (body(x) @ body.head.weight.T).sum().backward()
     with pytest.raises(BadInput, match="a forward pass depends on an earlier one"), samples.norms(passes=2):
         model(model(x)[:, :1].expand(-1, 7))
     with pytest.raises(BadInput, match="reduction is 'average'"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 from weakref import WeakSet
@@ -18,7 +19,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from gradwire.attribution import projections
-from gradwire.attribution.persample.batch import Reduction, shapes
+from gradwire.attribution.persample.batch import Reduction, shapes, trainable
 from gradwire.attribution.persample.hooks import (
     BatchDims,
     Pass,
@@ -46,6 +47,10 @@ def per_sample(model: nn.Module, *, batch_dim: int = 0) -> Samples:
     Each layer's input and output gradient give them in the backward pass that a training step has anyway. Parameters
     get their gradients as usual, and wrappers do not notice. A model may be plain, in `DistributedDataParallel`, or
     sharded by ``fully_shard``, with tied weights, adapters, checkpointed activations and autocast.
+
+    A sample's gradient is what the loss sends back through that sample's rows. For a loss that is a sum or mean of the
+    samples' losses, it is the gradient of the sample's own; a loss that compares samples has none of this kind. The
+    model alone uses its parameters: of a second use in the loss, as of tied weights in a fused one, hooks know nothing.
 
     In the first forward pass with several samples, the model runs twice more, in evaluation mode, to find the batch
     dimension of each layer's input; without a change of its buffers, gradients and random numbers.
@@ -152,6 +157,15 @@ class Block(ABC):
         self._front.watch.search(run, outputs)
         check_seen(run)
         self._runs.append(run)
+        for name, parameter in trainable(self._front.model).items():
+            if name not in run.due:
+                self._stack.callback(parameter.register_hook(partial(self._outside, name)).remove)
+
+    def _outside(self, name: str, _: Tensor) -> None:
+        if all(name not in run.due for run in self._runs):
+            raise BadInput(
+                f"{name} is used outside the model's forward pass, where hooks do not see it: use it inside."
+            )
 
     def _check(self) -> None:
         missing = sorted({name for run in self._runs for name in +run.due})
