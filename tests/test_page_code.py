@@ -27,6 +27,7 @@ PAGES = {  # page -> ranks
     "docs/how-to/from-a-tutorial.md": 4,
 }
 PROGRAMS = ("docs/how-to/nearest-samples.md",)
+OF_SAMPLES = {"docs/explanation/norms.md": 2, "docs/private-training.md": 2}
 BLOCKS = [
     (page, number, code, ranks)
     for page, ranks in PAGES.items()
@@ -104,3 +105,21 @@ def test_a_page_of_blocks_that_follow_each_other_is_a_program(tmp_path, monkeypa
     assert {hit.sample_id.partition("-")[0] for hit in given["near"]} == {"square"}
     assert Path("near.svg").read_text(encoding="utf-8").count("<image") == 6
     assert gradwire.GradientStore("rows").ids == pq.read_table("rows.parquet")["sample_id"].to_pylist()
+
+
+def of_samples(rank, world, group, code):
+    """Run a block on gradients of samples, which are the same on all ranks."""
+    torch.manual_seed(3)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)))
+    given = {"gradwire": gradwire, "model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.5)}
+    given |= {"inputs": torch.randn(4, 6), "targets": torch.randn(4, 3), "data": range(4096)}
+    given |= {"losses_of": lambda output, targets: (output - targets).square().mean(1)}
+    given |= {"loader": [(given["inputs"], given["targets"])] * 3}
+    exec(code, given)
+    return given["norms"].values.shape == (4,) if "norms" in given else given["private"].steps == 3
+
+
+@pytest.mark.parametrize("page", OF_SAMPLES)
+def test_a_block_on_samples_runs_as_it_is(world, page):
+    for code in BLOCK.findall((ROOT / page).read_text(encoding="utf-8")):
+        assert all(world(OF_SAMPLES[page]).run(of_samples, code))

@@ -178,7 +178,7 @@ def excepted(block: Block) -> list[tuple[str, str]]:
 
 def is_tested(block: Block) -> bool:
     """Whether a test runs or reads a block."""
-    run = {"sh": RUN, "python": (*test_page_code.PAGES, *test_page_code.PROGRAMS)}
+    run = {"sh": RUN, "python": {*test_page_code.PAGES, *test_page_code.OF_SAMPLES, *test_page_code.PROGRAMS}}
     return block.language in ("yaml", "json", "toml", "text") or block.page in run.get(block.language, ())
 
 
