@@ -11,8 +11,10 @@ import shutil
 from dataclasses import replace
 
 import blocks
+import numpy as np
 import pytest
 import torch
+from changed_store import collected_by
 from small_model import make, origin
 from transformers import AutoConfig
 
@@ -21,6 +23,7 @@ from gradwire.attribution.collect import gradient_types, methods, rows
 from gradwire.attribution.persample import layer_factors, loop
 from gradwire.attribution.persample.batch import shapes, trainable
 from gradwire.attribution.projections import OF_PARTS, PROJECTORS, build
+from gradwire.attribution.query.gradient_store import GradientStore
 from gradwire.attribution.store import provenance, store
 from gradwire.base.errors import BadInput, RunFault
 from gradwire.comm.parallel import wrap
@@ -201,10 +204,50 @@ def test_modules_of_sharded_weights_add_up_to_samples(world, small):
             torch.testing.assert_close(added, rows_, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("options", [["--grad_type", "adam"], ["--grad_type", "sign"], ["--method", "loop"]])
+def test_a_type_of_a_parameter_without_a_use_is_projected_too(small):
+    """Adam moves such a parameter by its moments."""
+    model = causal.load(small.model)
+    model.unused = torch.nn.Linear(3, 2)
+    tokens = torch.randint(0, 290, (2, 24), generator=torch.Generator().manual_seed(1))
+    batch = Batch(tokens, tokens.clone(), ["a", "b"])
+    part = build("rademacher", shapes(model), 0)
+    fused = methods.fused_rows(model, batch, [part], [36], kind_of=lambda name: lambda given: given + 0.01 * len(name))
+    whole = loop.gradients(model, batch).gradient
+    stepped = torch.cat([of.flatten(1) + 0.01 * len(name) for name, of in whole.items()], 1)
+    wanted = part.project(stepped, [36])[36]
+    torch.testing.assert_close(fused.rows[36][:, 0], wanted, rtol=1e-4, atol=1e-5 * float(wanted.norm()))
+    torch.testing.assert_close(fused.square_norm[:, 0], stepped.double().square().sum(1), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "variant", "unit"), [("adam", "torch", "module"), ("adam", "less", "sample"), ("sign", "torch", "sample")]
+)
+def test_steps_of_sharded_weights_are_those_of_whole_gradients(world, small, tmp_path, kind, variant, unit):
+    """Of one, two and three ranks, against the rows that whole gradients give, which are checked above."""
+    given = {"model_dir": small.model, "data_path": small.shards, "grad_type": kind, "adam_variant": variant}
+    given |= {"max_samples": 7, "dim": (36,), "rows": unit, "projection": "rademacher", "method": "hooks"}
+    stores = {}
+    for strategy, ranks in (("ddp", 1), ("fsdp2", 1), ("fsdp2", 2), ("fsdp2", 3)):
+        run = collected_by(world(ranks), tmp_path / f"{strategy}{ranks}", strategy=strategy, **given)
+        assert cli.main(["grads", "aggregate", "--base_path", str(run), "--dim", "36"]) == 0
+        stores[strategy, ranks] = GradientStore(run / "dim36")
+    whole = stores.pop(("ddp", 1))
+    for store_ in stores.values():
+        assert store_.ids == whole.ids
+        deviations = np.linalg.norm(store_[:] - whole[:], axis=1)
+        assert (deviations <= provenance.TOLERANCE[kind] * np.linalg.norm(whole[:], axis=1)).all()
+        np.testing.assert_allclose(store_.meta["norm"], whole.meta["norm"], rtol=1e-3)
+    assert cli.main(["grads", "validate", "--output_dir", str(tmp_path / "fsdp22"), "--recompute", "3"]) == 0
+
+
+@pytest.mark.parametrize("options", [["--grad_type", "ekfac"], ["--method", "loop"]])
 def test_what_needs_whole_gradients_is_refused_where_weights_are_sharded(small, tmp_path, capsys, options):
+    if "ekfac" in options:
+        words = ["--model_dir", small.model, "--data_path", small.shards, "--max_samples", 7, "--output_dir", tmp_path]
+        assert cli.main(["grads", "factors", *map(str, words)]) == 0
+        options = [*options, "--optimizer_dir", tmp_path]
     collect(small, tmp_path / "run", "--strategy", "fsdp2", *options, expect=2)
-    assert "it requires --method hooks (or auto) and --grad_type sgd" in capsys.readouterr().err
+    assert "it requires --method hooks (or auto), and has no --grad_type ekfac" in capsys.readouterr().err
     assert not any((tmp_path / "run").glob("rank_*"))
 
 

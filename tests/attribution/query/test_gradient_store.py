@@ -19,7 +19,7 @@ from changed_store import collected, copied, sign
 
 import gradwire as gw
 from gradwire import cli
-from gradwire.attribution.store import row_file, store
+from gradwire.attribution.store import row_file, row_writer, store
 from gradwire.base.errors import BadInput, CheckFailed
 
 ROWS, DIM = 23, 7
@@ -48,7 +48,8 @@ def stores(small, tmp_path_factory):
     ]
 
 
-def test_rows_are_indexed_as_numpy_does(tmp_path):
+def test_rows_are_indexed_as_numpy_does(tmp_path, monkeypatch):
+    monkeypatch.setattr(row_writer, "STEP_BYTES", 4 * DIM * 6)
     rows = drawn()
     made = written(tmp_path / "rows", torch.from_numpy(rows))
     assert (len(made), made.shape, made.ids) == (ROWS, (ROWS, DIM), IDS)

@@ -317,7 +317,7 @@ def test_a_model_whose_json_is_unusable_is_refused(small, tmp_path, file, conten
         (lambda tensors, settings: settings.update(betas="ab"), "could not convert"),
         (lambda tensors, settings: settings["step"].pop("w"), "KeyError: 'w'"),
         (lambda tensors, settings: settings.update(eps=[]), "TypeError"),
-        (lambda tensors, settings: tensors.pop("exp_avg_sq/w"), "KeyError: 'w'"),
+        (lambda tensors, settings: tensors.pop("exp_avg_sq/w"), "do not match"),
         (lambda tensors, settings: tensors.update({"exp_avg_sq/w": torch.ones(4)}), "do not match"),
         (lambda tensors, settings: tensors.update({"exp_avg_sq/v": torch.ones(3)}), "do not match"),
     ],

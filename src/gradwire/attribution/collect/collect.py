@@ -52,7 +52,7 @@ class Collection(RowOptions, ModuleOptions, PrecisionOptions, PartOptions, Sampl
         description="folder of Adam's moments (default: --lora_dir or --model_dir), or of the factors for ekfac",
     )
     strategy: RowStrategy = Field(
-        "ddp", description="ddp: the full model on every rank; fsdp2: sharded weights (hooks and sgd only)"
+        "ddp", description="ddp: the full model on every rank; fsdp2: sharded weights (hooks only, not ekfac)"
     )
     batch_size: Count | None = Field(None, description="samples per forward pass (default: by free memory)")
     gradient_checkpointing: bool = Field(

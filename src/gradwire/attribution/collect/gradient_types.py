@@ -7,7 +7,7 @@ learning rate, from the saved moments of training (``lm.models.optimizer``); ``e
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -102,20 +102,18 @@ class Adam:
             BadInput: If a parameter has no moments, or moments of a different shape.
         """
         for name, shape in shapes.items():
-            if name not in moments.exp_avg:
+            if name not in moments.step:
                 raise BadInput(f"{moments.path} has no moments of {name}: a different model, or not trained.")
-            if tuple(moments.exp_avg[name].shape) != tuple(shape):
-                raise BadInput(
-                    f"{moments.path} has moments of {name} of shape {tuple(moments.exp_avg[name].shape)}, "
-                    f"the model's is {tuple(shape)}."
-                )
+            if (of := tuple(moments.exp_avg[name].shape)) != tuple(shape):
+                raise BadInput(f"{moments.path} has moments of {name} of shape {of}, the model's is {tuple(shape)}.")
 
-        def flat(values: Mapping[str, Tensor]) -> Tensor:
-            return torch.cat([values[name].flatten() for name in shapes]).to(device)
+        def flat(values: Iterable[Tensor]) -> Tensor:
+            return torch.cat([value.flatten() for value in values]).to(device)
 
-        steps = {name: torch.full(tuple(shape), float(moments.step[name])) for name, shape in shapes.items()}
+        first, second = (flat(of[name] for name in shapes) for of in (moments.exp_avg, moments.exp_avg_sq))
+        steps = flat(torch.full(tuple(shape), float(moments.step[name])) for name, shape in shapes.items())
         betas = LESS_BETAS if variant == "less" else moments.betas
-        return cls(flat(moments.exp_avg), flat(moments.exp_avg_sq), flat(steps), *betas, moments.eps, variant)
+        return cls(first, second, steps, *betas, moments.eps, variant)
 
     def __call__(self, rows: Tensor) -> Tensor:
         """Replace gradients [samples, n] by update directions, in place."""
@@ -134,7 +132,7 @@ class Adam:
 
 def build(
     provenance: Provenance, model: nn.Module, shapes: Mapping[str, tuple[int, ...]], device: torch.device
-) -> GradientType:
+) -> Callable[[Mapping[str, tuple[int, ...]]], GradientType]:
     """Build the gradient type of a provenance, with Adam's moments or EK-FAC's factors if needed.
 
     Args:
@@ -143,20 +141,23 @@ def build(
         shapes: Those parameters that the gradient is of, in the order of the rows' columns.
         device: Device of the rows.
 
+    Returns:
+        The gradient type of rows of all these parameters or, but for ``ekfac``, of some of them.
+
     Raises:
         BadInput: If these are missing, have changed, or do not fit the model.
     """
     if provenance.grad_type == "sgd":
-        return sgd
+        return lambda of: sgd
     if provenance.grad_type == "sign":
-        return Sign([*shapes.values()])
+        return lambda of: Sign([*of.values()])
     place = provenance.step_dir
     if provenance.grad_type == "ekfac":
         if ekfac.digest(place) != provenance.optimizer_digest:
             raise BadInput(f"the factors in {place} are not those that were collected with.")
-        made_of = provenance.model_digest, provenance.loss
-        return ekfac.load(place, *made_of, shapes, device, provenance.lora)
+        factors = ekfac.load(place, provenance.model_digest, provenance.loss, shapes, device, provenance.lora)
+        return lambda of: factors
     moments = optimizer.load(place, model)
     if optimizer.digest(moments.path.parent) != provenance.optimizer_digest:
         raise BadInput(f"the moments in {moments.path} are not those that were collected with.")
-    return Adam.of(moments, shapes, provenance.adam_variant, device)
+    return lambda of: Adam.of(moments, of, provenance.adam_variant, device)

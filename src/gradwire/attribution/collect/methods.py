@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from gradwire.attribution.collect.gradient_types import GradientType
 from gradwire.attribution.persample import hooks, loop, vmap
 from gradwire.attribution.persample.batch import (
     PerSample,
@@ -21,9 +22,10 @@ from gradwire.attribution.persample.batch import (
     note,
     out_of_memory,
     padded_width,
+    trainable,
     zeroed,
 )
-from gradwire.attribution.persample.layer_factors import Direct
+from gradwire.attribution.persample.layer_factors import Direct, LayerFactor
 from gradwire.attribution.projections import Projector
 from gradwire.attribution.projections.base import Images
 from gradwire.base.errors import BadInput, GradwireError, NonFiniteGradient, RunFault, listed
@@ -134,7 +136,12 @@ class Fused(NamedTuple):
 
 
 def fused_rows(
-    model: nn.Module, batch: Batch, parts: Sequence[Projector], dims: Sequence[int], reduction: Reduction = "mean"
+    model: nn.Module,
+    batch: Batch,
+    parts: Sequence[Projector],
+    dims: Sequence[int],
+    reduction: Reduction = "mean",
+    kind_of: Callable[[str], GradientType] | None = None,
 ) -> Fused:
     """Project each layer's gradients during the backward pass; `Factored` does not form them.
 
@@ -144,13 +151,31 @@ def fused_rows(
         parts: The projections of P parts of its parameters.
         dims: Widths of the rows.
         reduction: How a sample's loss reduces over its targets.
+        kind_of: The gradient type of a parameter, whose gradient is then formed; None for the gradient itself.
 
     Raises:
         Unseen: If the hooks miss a use of a parameter.
     """
     batch = padded_width(batch)
-    images = Images(parts, len(batch.labels), dims, batch.labels.device)
-    losses = hooks.all_seen(hooks.backward(model, batch, images.take, reduction))
+    samples, device = len(batch.labels), batch.labels.device
+    images = Images(parts, samples, dims, device)
+    formed: dict[str, Tensor] = {}  # of parameters whose uses have not all come
+    left = dict(trainable(model)) if kind_of else {}
+
+    def take(name: str, use: LayerFactor, last: bool) -> None:
+        if kind_of is None:
+            return images.take(name, use, last)
+        gradient = use.gradient().flatten(1).float()
+        formed[name] = formed[name] + gradient if name in formed else gradient
+        if last:
+            del left[name]
+            images.take(name, Direct(kind_of(name)(formed.pop(name))), True)
+        return None
+
+    losses = hooks.all_seen(hooks.backward(model, batch, take, reduction))
+    for name, parameter in left.items():  # without a use, a gradient is 0, but its type need not be
+        assert kind_of is not None
+        images.take(name, Direct(kind_of(name)(torch.zeros(samples, parameter.numel(), device=device))), True)
     empty = no_targets(batch)
     rows = {dim: zeroed(projected, empty) for dim, projected in images.finished().items()}
     return Fused(rows, losses, zeroed(images.square_norms(), empty))

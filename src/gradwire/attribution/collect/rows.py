@@ -21,7 +21,6 @@ from gradwire.attribution.collect.methods import (
     CHECKED,
     CHECKED_BF16,
     METHODS,
-    Fused,
     compare,
     flattened,
     following,
@@ -78,6 +77,7 @@ class RowMaker:
         kind: The gradient type.
         batch_size: Samples per forward pass; None for as many as fit in memory.
         sharded: Whether the model's weights are sharded. All ranks then run equal numbers and sizes of batches.
+        kind_of: With sharded weights, the gradient type of one parameter; None for the gradient itself.
     """
 
     def __init__(
@@ -88,8 +88,10 @@ class RowMaker:
         kind: gradient_types.GradientType = gradient_types.sgd,
         batch_size: int | None = None,
         sharded: bool = False,
+        kind_of: Callable[[str], gradient_types.GradientType] | None = None,
     ) -> None:
         self.model, self.provenance, self.device, self.kind, self.sharded = model, provenance, device, kind, sharded
+        self.kind_of = kind_of
         self.dims = provenance.dims
         self.method = provenance.computed_by or resolved(provenance.method, model)
         self.projector = projections.build(provenance.projection, shapes(model), provenance.seed)
@@ -103,7 +105,7 @@ class RowMaker:
         if sharded and not self.fused:
             raise BadInput(
                 "--strategy fsdp2 shards the weights and forms the gradient of one parameter at a time: it requires "
-                "--method hooks (or auto) and --grad_type sgd."
+                "--method hooks (or auto), and has no --grad_type ekfac."
             )
 
     @classmethod
@@ -133,7 +135,7 @@ class RowMaker:
                 raise BadInput(f"the LoRA adapter in {adapter} is not the one that was collected with.")
             model = lora.attach(model, model_dir, adapter=adapter)
         chosen = projections.of_modules(shapes(model), provenance.of_modules)
-        kind = gradient_types.build(provenance, model, chosen, device)
+        typed = gradient_types.build(provenance, model, chosen, device)
         restrict(model, chosen)
         if gradient_checkpointing:
             causal.checkpoint_blocks(model)
@@ -141,16 +143,19 @@ class RowMaker:
         if sharded:
             from gradwire.comm import parallel
 
-            model = parallel.wrap(model, "fsdp2", device=device)
-        else:
-            model = model.to(device)
-        return cls(model, provenance, device, kind, batch_size, sharded)
+            model, linear = parallel.wrap(model, "fsdp2", device=device), provenance.grad_type == "sgd"
+            kind_of = None if linear else lambda name: typed({name: chosen[name]})
+            return cls(model, provenance, device, batch_size=batch_size, sharded=True, kind_of=kind_of)
+        return cls(model.to(device), provenance, device, typed(chosen), batch_size)
 
     @property
     def fused(self) -> bool:
         """Whether rows are projected during the backward pass, without forming whole gradients."""
-        streamed = self.sharded or self.provenance.projection == "factored"
-        return streamed and (self.method, self.provenance.grad_type) == ("hooks", "sgd")
+        if self.method != "hooks":
+            return False
+        if self.sharded:
+            return self.provenance.grad_type != "ekfac"
+        return (self.provenance.projection, self.provenance.grad_type) == ("factored", "sgd")
 
     @cached_property
     def numel(self) -> int:
@@ -241,7 +246,7 @@ class RowMaker:
         """Compute a batch by the method and by the loop: rows if these are fused, else gradients."""
         loss = self.provenance.loss
         if self.fused:
-            rows = self._fused(batch).rows
+            rows = fused_rows(self.model, batch, self.parts, self.dims, loss).rows
             return dict(rows), looped_rows(self.model, batch, self.parts, self.dims, loss, self.sharded)
         methods = (METHODS[self.method], METHODS["loop"])
         computed, looped = (flattened(method(self.model, batch, loss)) for method in methods)
@@ -334,13 +339,10 @@ class RowMaker:
     def _fused_stack(self, shards: Samples, positions: Sequence[int]) -> dict[int, Block]:
         """Compute the blocks of a batch whose gradients are projected during the backward pass."""
         batch = self._batch(shards, positions)
-        computed = self._fused(batch)
+        computed = fused_rows(self.model, batch, self.parts, self.dims, self.provenance.loss, self.kind_of)
         targets, norms = n_targets(batch.labels), computed.square_norm.sqrt()
         records = self._records(shards, positions, computed.loss, targets, norms)
         return {dim: self._bound(rows, records) for dim, rows in computed.rows.items()}
-
-    def _fused(self, batch: Batch) -> Fused:
-        return fused_rows(self.model, batch, self.parts, self.dims, self.provenance.loss)
 
     def _bound(self, rows: Tensor, records: Sequence[Mapping[str, Any]]) -> Block:
         """Return the block of rows [samples, parts, D]."""

@@ -31,8 +31,8 @@ class Moments(NamedTuple):
 
     Attributes:
         path: The file.
-        exp_avg: First moments, by parameter name.
-        exp_avg_sq: Second moments, by parameter name.
+        exp_avg: First moments, by parameter name, read from the file when they are used.
+        exp_avg_sq: Second moments, likewise.
         step: Completed steps, by parameter name.
         betas: β₁ and β₂, shared by all parameters.
         eps: ε, shared by all parameters.
@@ -44,6 +44,32 @@ class Moments(NamedTuple):
     step: Mapping[str, int]
     betas: tuple[float, float]
     eps: float
+
+
+class Read(Mapping[str, Tensor]):
+    """The moments of one kind in an open file of safetensors, by parameter name; each is read when it is asked for."""
+
+    def __init__(self, stream: Any, kind: str) -> None:
+        self._stream, self._kind = stream, kind
+        self._names = [key.partition("/")[2] for key in stream.keys() if key.startswith(f"{kind}/")]  # noqa: SIM118
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor: Tensor = self._stream.get_tensor(f"{self._kind}/{name}")
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a parameter's moments, without reading them."""
+        return tuple(self._stream.get_slice(f"{self._kind}/{name}").get_shape())
+
+    def floating(self, name: str) -> bool:
+        """Whether a parameter's moments are floating-point numbers."""
+        return "F" in str(self._stream.get_slice(f"{self._kind}/{name}").get_dtype())
 
 
 def save(state: Mapping[str, Any], folder: Path) -> None:
@@ -106,15 +132,11 @@ def _load(path: Path) -> Moments:
     from safetensors import SafetensorError, safe_open
 
     try:
-        with safe_open(path, framework="pt") as stream:
-            settings = json.loads((stream.metadata() or {})["adam"])
-            moments: dict[str, dict[str, Tensor]] = {kind: {} for kind in KINDS}
-            for key in stream.keys():  # noqa: SIM118  # not a mapping
-                kind, _, name = key.partition("/")
-                moments[kind][name] = stream.get_tensor(key)
-        first, second = (moments[kind] for kind in KINDS)
-        alike = all(first[name].shape == second[name].shape and second[name].is_floating_point() for name in first)
-        if first.keys() != second.keys() or not alike:
+        stream = safe_open(path, framework="pt")
+        settings = json.loads((stream.metadata() or {})["adam"])
+        first, second = (Read(stream, kind) for kind in KINDS)
+        same = {*first} == {*second}
+        if not same or not all(first.shape(name) == second.shape(name) and second.floating(name) for name in first):
             raise ValueError("first and second moments do not match")
         beta1, beta2 = map(float, settings["betas"])
         step = {name: int(settings["step"][name]) for name in first}
