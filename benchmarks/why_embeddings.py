@@ -135,23 +135,24 @@ class AdamW:
     first: Weights
     second: Weights
     steps: int = 0
+    betas: tuple[float, float] = BETAS
 
     def observe(self, name: str, gradient: Tensor) -> tuple[Tensor, Tensor]:
         """Update the moments of one tensor."""
-        first, second = self.first[name].lerp_(gradient, 1 - BETAS[0]), self.second[name]
-        return first, second.mul_(BETAS[1]).addcmul_(gradient, gradient, value=1 - BETAS[1])
+        first, second = self.first[name].lerp_(gradient, 1 - self.betas[0]), self.second[name]
+        return first, second.mul_(self.betas[1]).addcmul_(gradient, gradient, value=1 - self.betas[1])
 
     def step(self, name: str, weight: Tensor, gradient: Tensor, rate: float) -> None:
         """Move one tensor; the caller counts the step before."""
         first, second = self.observe(name, gradient)
         if weight.ndim == 3:
             weight.mul_(1 - rate * DECAY)
-        scale = (second / (1 - BETAS[1] ** self.steps)).sqrt_().add_(EPSILON)
-        weight.addcdiv_(first / (1 - BETAS[0] ** self.steps), scale, value=-rate)
+        scale = (second / (1 - self.betas[1] ** self.steps)).sqrt_().add_(EPSILON)
+        weight.addcdiv_(first / (1 - self.betas[0] ** self.steps), scale, value=-rate)
 
     def copies(self, replicas: int) -> AdamW:
         """Equal moments for as many replicas, from one."""
-        return AdamW(repeated(self.first, replicas), repeated(self.second, replicas), self.steps)
+        return AdamW(repeated(self.first, replicas), repeated(self.second, replicas), self.steps, self.betas)
 
 
 @dataclass
@@ -207,20 +208,23 @@ class Replicas:
 
     def end_round(self) -> None:
         """Continue from the mean weights; replayed tensors from the round's steps with their mean gradients."""
-        assert self.start is not None
-        weights, adam = self.start
         for name, value in self.weights.items():
             if name not in self.sums:
                 value[:] = value.mean(0)
-                continue
-            mean = self.sums[name].mean(0, keepdim=True) / len(self.rates)
+        self.replay({name: total.mean(0, keepdim=True) / len(self.rates) for name, total in self.sums.items()})
+
+    def replay(self, gradients: Weights) -> None:
+        """Take the round's steps with mean gradients, from where it began."""
+        assert self.start is not None
+        weights, adam = self.start
+        for name, mean in gradients.items():
             began = adam.steps
             for rate in self.rates:
                 adam.steps += 1
                 adam.step(name, weights[name], mean, rate)
             adam.steps = began
             for kept, replayed in zip(
-                (value, self.adam.first[name], self.adam.second[name]),
+                (self.weights[name], self.adam.first[name], self.adam.second[name]),
                 (weights[name], adam.first[name], adam.second[name]),
                 strict=True,
             ):
