@@ -73,6 +73,11 @@ def text():
     return causal.build("micro", 64, 9, seed=0), torch.randint(64, (SAMPLES, 9))
 
 
+def square_text():
+    """As many tokens as samples, with positions that all samples share."""
+    return causal.build("micro", 64, 9, seed=0), torch.randint(64, (SAMPLES, SAMPLES))
+
+
 def adapted():
     pytest.importorskip("peft")
     model = lora.attach(text()[0], __import__("pathlib").Path("base"), rank=3, seed=1)
@@ -82,7 +87,7 @@ def adapted():
     return model, text()[1]
 
 
-MODELS = {f.__name__: f for f in (mlp, images, sounds, attention, checkpointed, text, adapted)}
+MODELS = {f.__name__: f for f in (mlp, images, sounds, attention, checkpointed, text, square_text, adapted)}
 
 
 def made(kind):
@@ -235,7 +240,7 @@ REFUSED = {
     "batch norm": (lambda: nn.Sequential(nn.Linear(7, 4), nn.BatchNorm1d(4)), "1 is a BatchNorm1d, which mixes"),
     "a reentrant checkpoint": (Reentrant, "use_reentrant=False"),
     "compiled": (lambda: torch.compile(nn.Linear(7, CLASSES)), "the model is compiled"),
-    "a scalar": (lambda: Scalar(), "returns no tensor whose dimension 0 has the size 5"),
+    "a scalar": (lambda: Scalar(), "returns no tensor whose dimension 0 has the size of its first"),
 }
 
 

@@ -5,10 +5,12 @@ Shape legend: B = samples of a block, all its forward passes in order; D = width
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
+from itertools import islice
 from types import TracebackType
 from typing import Any, Self
 from weakref import WeakSet
@@ -16,7 +18,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from gradwire.attribution import projections
 from gradwire.attribution.persample.batch import Reduction, shapes, trainable
@@ -175,12 +177,11 @@ class Block(ABC):
                 "with a loss that depends on all of the model's outputs."
             )
 
-    def _factors(self) -> Tensor:
-        """What norms are multiplied by, [B]."""
-        of_each = [(run.samples if self._reduction == "mean" else 1) / self._scale for run in self._runs]
-        return torch.tensor(of_each, dtype=torch.float64).repeat_interleave(
-            torch.tensor([run.samples for run in self._runs])
-        )
+    def _scaled(self, values: Tensor) -> Tensor:
+        """Return values [B] or [B, D] of the loss's gradient as those of the samples' own losses."""
+        of_each = [run.samples if self._reduction == "mean" else 1 for run in self._runs]
+        parts = values.split([run.samples for run in self._runs])
+        return torch.cat([factor / self._scale * part for factor, part in zip(of_each, parts, strict=True)])
 
 
 class Norms(Block):
@@ -202,8 +203,7 @@ class Norms(Block):
             BadInput: If a backward pass is missing.
         """
         self._check()
-        squares = torch.cat([growing.total() for growing in self._growing])
-        return squares.sqrt() * self._factors().to(squares.device)
+        return self._scaled(torch.cat([growing.total() for growing in self._growing]).sqrt())
 
     def gathered(self, placement: SampleLayout = "distributed", group: ops.Group = None) -> Tensor:
         """Return the norms of all ranks' samples, float64, on every rank; all ranks call it.
@@ -251,15 +251,13 @@ class Rows(Block):
             BadInput: If a backward pass is missing.
         """
         self._check()
-        rows = torch.cat([images.finished()[self._dim][:, 0] for images in self._images])
-        return rows * self._factors().to(rows)[:, None]
+        return self._scaled(torch.cat([images.finished()[self._dim][:, 0] for images in self._images]))
 
     @property
     def norms(self) -> Tensor:
         """The norms of the gradients before projection, float64 [B]."""
         self._check()
-        squares = torch.cat([images.square_norms()[:, 0] for images in self._images])
-        return squares.sqrt() * self._factors().to(squares.device)
+        return self._scaled(torch.cat([images.square_norms()[:, 0] for images in self._images]).sqrt())
 
 
 class Front:
@@ -318,25 +316,41 @@ class Front:
     def _dims(
         self, samples: int, device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Mapping[nn.Module, BatchDims]:
-        """Find the batch dimensions from the inputs of the first forward pass."""
+        """Find the batch dimensions from samples of the first forward pass, in numbers that no other size has."""
+        dim = self.batch_dim
+        leaves, structure = tree_flatten((args, kwargs))
+        batched = [isinstance(leaf, Tensor) and leaf.ndim > dim and leaf.shape[dim] == samples for leaf in leaves]
+        sizes = {
+            size for leaf in leaves if isinstance(leaf, Tensor) for size in (*leaf.shape[:dim], *leaf.shape[dim + 1 :])
+        }
 
-        def losses() -> Tensor:
-            rows = [
-                output.movedim(self.batch_dim, 0).reshape(samples, -1).sum(1)
-                for output in tensors_of(self.model(*args, **kwargs))
-                if output.requires_grad and output.ndim > self.batch_dim and output.shape[self.batch_dim] == samples
+        def losses(count: int) -> Tensor:
+            rows = torch.arange(count, device=device) % samples
+            some = [
+                leaf.index_select(dim, rows) if of_batch else leaf
+                for leaf, of_batch in zip(leaves, batched, strict=True)
             ]
-            if not rows:
+            args, kwargs = tree_unflatten(some, structure)
+            outputs = [
+                output.movedim(dim, 0).reshape(count, -1).sum(1)
+                for output in tensors_of(self.model(*args, **kwargs))
+                if output.requires_grad and output.ndim > dim and output.shape[dim] == count
+            ]
+            if not outputs:
                 raise BadInput(
-                    f"the model returns no tensor whose dimension {self.batch_dim} has the size {samples} of its first "
-                    "input's: return the samples' losses or outputs, or pass batch_dim."
+                    f"the model returns no tensor whose dimension {dim} has the size of its first input's, {count} in "
+                    "a probe: return the samples' losses or outputs, or pass batch_dim."
                 )
-            return sum(rows[1:], rows[0])
+            return sum(outputs[1:], outputs[0])
 
+        few, more = islice((count for count in itertools.count(2) if count not in sizes), 2)
         self._probing, self.watch.run = True, Pass(samples, None, {})  # without dimensions, nothing is claimed
         try:
             with torch.random.fork_rng([device] if device.type == "cuda" else []):
-                return probed_dims(self.model, [Probe(losses, (samples,), marked) for marked in (0, samples - 1)])
+                return probed_dims(
+                    self.model,
+                    [Probe(partial(losses, few), (few,), 0), Probe(partial(losses, more), (more,), more - 1)],
+                )
         finally:
             self._probing, self.watch.run = False, None
 
