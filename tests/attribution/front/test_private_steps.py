@@ -174,6 +174,8 @@ def test_misuse_is_refused():
     private = make_private(model, optimizer, **given)
     with pytest.raises(BadInput, match="the model is watched already"):
         make_private(model, optimizer, **given)
+    with pytest.raises(BadInput, match="autocast rounds the norms"), torch.autocast("cpu", torch.bfloat16):
+        model(x)
     with pytest.raises(BadInput, match="gradients without noise"):
         optimizer.step()
     with pytest.raises(BadInput, match=r"losses have the shape \(\): pass those of the last forward pass"):

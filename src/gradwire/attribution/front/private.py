@@ -259,6 +259,11 @@ class PrivateGradients:
         return (coefficients(self.norms, self.max_norm).to(losses.dtype) * losses).sum() * self._scale
 
     def _start(self, samples: int, device: torch.device) -> Take:
+        if torch.is_autocast_enabled(device.type):
+            raise BadInput(
+                "autocast rounds the norms that samples are clipped by, so that a gradient may exceed max_grad_norm: "
+                "take private steps in float32."
+            )
         self._growing = SquareNorms(samples, device)
         return self._growing.take
 
