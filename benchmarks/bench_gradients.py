@@ -252,7 +252,7 @@ def query(args: argparse.Namespace) -> None:
     began = time.perf_counter()
     searcher = Searcher(large, {}, "cpu")
     opened = time.perf_counter()
-    searcher.load()
+    _ = searcher.model_dir, searcher._maker
     loaded = time.perf_counter()
     rows = searcher.of_prompt(args.prompt)
     file, mean = RowFile(searcher.store.rows.names.rows), groups_of("mean", len(rows))

@@ -11,7 +11,6 @@ from pydantic import Field
 from gradwire.attribution.options import Count, PlaceOptions
 from gradwire.attribution.store import provenance
 from gradwire.attribution.store.aggregate import check_asked
-from gradwire.attribution.store.provenance import Provenance
 from gradwire.base.files import write_json
 from gradwire.base.flags import NATURAL, RANKS, SEED
 
@@ -66,7 +65,8 @@ def _audit(options: Options) -> CollectionAudit:
     from gradwire.attribution.store.checks import CollectionAudit
     from gradwire.attribution.store.samples import samples
 
-    origin = _origin(options)
+    origin = provenance.read(options.output_dir)
+    origin = origin.moved({name: getattr(options, name) for name in provenance.PLACES})
     dims = options.dim or origin.dims
     check_asked(origin, options.output_dir, options.num_gpus, dims)
     audit = CollectionAudit(options.output_dir, origin, samples(origin))
@@ -92,10 +92,3 @@ def _audit(options: Options) -> CollectionAudit:
         exact = origin.model_copy(update={"store": "float32"})
         audit.recomputed(RowMaker.load(exact, torch.device(device)).blocks, sorted(drawn))
     return audit
-
-
-def _origin(options: Options) -> Provenance:
-    """Read the collection's provenance, with the paths given on the command line."""
-    origin = provenance.read(options.output_dir)
-    places = {name: getattr(options, name) for name in provenance.PLACES}
-    return origin.model_copy(update={name: str(place) for name, place in places.items() if place is not None})

@@ -30,28 +30,12 @@ ASKED = ("prompt", "data_path", "sample_id")
 LONGEST_ID, LEAST_TEXT = 200, 20  # characters in the table
 
 
-class StoreOptions(CurvatureOptions, PlaceOptions):
-    """Flags of a store and of the places of what it was collected from."""
+class Options(CurvatureOptions, PlaceOptions):
+    """Flags of ``gradwire grads query``."""
 
     store: Path = Field(description="a merged store (dim<N>/)")
     corpus: Path | None = Field(None, description="corpus file; shows whole documents instead of samples")
     shards: Path | None = Field(None, description="current folder of the store's shards (default: as collected)")
-
-    def searcher(self) -> Searcher:
-        """Open the store.
-
-        Raises:
-            BadInput: If the store or its samples are invalid.
-        """
-        from gradwire.attribution.query.searcher import Searcher
-
-        places = {"data_path": self.shards, **self.model_dump(include={*PLACES} - {"data_path"})}
-        return Searcher(self.store, places, self.device, self.chosen_damping)
-
-
-class Options(StoreOptions):
-    """Flags of ``gradwire grads query``."""
-
     prompt: str | None = Field(None, description="a text that fits into the model's context")
     data_path: Path | None = Field(None, description="a corpus file or a shards folder, of any number of samples")
     sample_id: str | None = Field(None, description="a sample of the store; needs no model")
@@ -81,7 +65,10 @@ def main(options: Options) -> None:
     Raises:
         BadInput: If the store, the query or the model are invalid, or do not belong together.
     """
-    searcher = options.searcher()
+    from gradwire.attribution.query.searcher import Searcher
+
+    places = {"data_path": options.shards, **options.model_dump(include={*PLACES} - {"data_path"})}
+    searcher = Searcher(options.store, places, options.device, options.chosen_damping)
     rows = rows_of(searcher, options)
     result: dict[str, Any] = {
         "store": str(options.store),

@@ -59,23 +59,13 @@ class Searcher:
     ) -> None:
         self.store = GradientStore(path)
         self.store.check()
-        known = {name: getattr(self.store.manifest, name) for name in Provenance.model_fields}
-        given = {name: str(place) for name, place in places.items() if place is not None}
         exact = {"dims": [self.store.manifest.dim], "store": "float32"}  # not rounded
-        self.origin = Provenance(**{**known, **given, **exact})
+        self.origin = self.store.manifest.moved(places).model_copy(update=exact)
         self.corpus = places.get("corpus")
         self.texts: Texts | None = None
-        if Path(self.origin.data_path).exists() or "data_path" in given:
+        if Path(self.origin.data_path).exists() or places.get("data_path"):
             self.texts = Texts(self.origin)
         self._device, self.damping = device, damping
-
-    def load(self) -> None:
-        """Load the model now.
-
-        Raises:
-            BadInput: If it is invalid or not that of the store.
-        """
-        _ = self.model_dir, self._maker, self.store.solver(self.damping)
 
     def of_prompt(self, text: str) -> NDArray[np.float32]:
         """The row [1, D] of a text, of which every token but the first is a target.
@@ -103,26 +93,20 @@ class Searcher:
         name = self.origin.chat_format
         return None if name is None else kind(name)
 
-    def _check_format(self, name: str | None, where: str) -> None:
-        """Check that chats are in the format of the store's, if both have chats.
-
-        Raises:
-            BadInput: If they are not.
-        """
-        if name and self.origin.chat_format and name != self.origin.chat_format:
-            raise BadInput(
-                f"the chats of {where} are in the format {name}, those of {self.store.path} in "
-                f"{self.origin.chat_format}: use the tokenizer and --chat_format of the store."
-            )
-
     def of_samples(self, shards: Shards) -> NDArray[np.float32]:
         """The rows [m, D] of samples that the model's tokenizer has made; zero for those without a target.
 
         Raises:
-            BadInput: If the shards are damaged, or no sample has a target.
+            BadInput: If the shards are damaged, their chats are in another format than the store's, or no sample has a
+                target.
         """
         check(shards.folder.parent)
-        self._check_format(chat_format_of(shards.meta), str(shards.folder.parent))
+        name, wanted = chat_format_of(shards.meta), self.origin.chat_format
+        if name and wanted and name != wanted:
+            raise BadInput(
+                f"chats of {shards.folder.parent} are in the format {name}, those of {self.store.path} in {wanted}: "
+                "use the tokenizer and --chat_format of the store."
+            )
         rows = np.concatenate(
             [
                 self._rows(shards, range(len(shards))[start : start + AT_ONCE])

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal, Self, TypeVar
 
 from pydantic import Field, ValidationError
 
@@ -106,6 +106,10 @@ class Provenance(RowOptions):
     def step_dir(self) -> Path:
         """The folder of Adam's moments or of EK-FAC's factors."""
         return Path(self.optimizer_dir or self.lora_dir or self.model_dir)
+
+    def moved(self, places: Mapping[str, Path | None]) -> Self:
+        """Return the same with the current paths of what has moved, by the names of `PLACES`."""
+        return self.model_copy(update={name: str(place) for name, place in places.items() if place is not None})
 
     def row_ids(self, sample_id: str) -> list[str]:
         """Return the ids of a sample's rows."""
