@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
-from gradwire.attribution.options import Count, PartOptions, Projection, RowType, number_of
+from gradwire.attribution.options import Count, PartOptions, Projection, RowStrategy, RowType, number_of
 from gradwire.attribution.query.influence import LEARNING_RATE
 from gradwire.base.errors import BadInput
 from gradwire.base.files import atomic_write, check_sums, read_object, write_json
@@ -46,6 +46,7 @@ class Options(PartOptions):
     dim: Count = Field(8192, description="columns per row")
     projection: Projection | None = Field(None, description="as in grads collect")
     store: RowType = Field("float32", description="as in grads collect")
+    strategy: RowStrategy = Field("ddp", description="as in grads collect")
     max_length: Annotated[int, LENGTH] | None = Field(None, description="tokens per sample (default: the model's)")
     chat_format: ChatFormat | None = Field(None, description=CHAT_FORMAT)
     skip_invalid: bool = Field(False, description=SKIP_INVALID)
@@ -194,7 +195,7 @@ def commands(options: Options, checkpoints: Sequence[Checkpoint]) -> Iterator[li
     """Yield the steps as command lines."""
     folder, dim = options.output_dir, str(options.dim)
     ranks = ["launch", "--world_size", str(options.num_gpus), "--"] if options.num_gpus > 1 else []
-    shared = ("dim", "projection", "store", "max_length", "chat_format", "skip_invalid", "discard_parts")
+    shared = ("dim", "projection", "store", "strategy", "max_length", "chat_format", "skip_invalid", "discard_parts")
     data = {"train": options.data_path, "validation": folder / VALIDATION}
     stores: dict[str, list[str]] = {part: [] for part in data}
     for checkpoint in checkpoints:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 
 import blocks
+import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -118,6 +120,14 @@ def test_a_warm_up_of_epochs_is_selected_from_as_less_does(small, tmp_path, caps
     stated = json.loads((tmp_path / "less/less.json").read_text())
     assert [each["step"] for each in stated["checkpoints"]] == [of_epoch, 2 * of_epoch]
     assert len(stated["selected"]) == 4
+
+    given |= {"strategy": "fsdp2", "output_dir": tmp_path / "sharded"}
+    assert cli.main(["grads", "less", *(str(word) for name, of in given.items() for word in (f"--{name}", of))]) == 0
+    scores = [pq.read_table(tmp_path / run / "influence/scores.parquet")["score"] for run in ("less", "sharded")]
+    np.testing.assert_allclose(*scores, rtol=0, atol=1e-3)
+    assert (
+        json.loads((tmp_path / "sharded/grads" / f"train-{of_epoch}/collect.json").read_text())["strategy"] == "fsdp2"
+    )
 
     pairs = {"train": [], "validation": []}
     for part, stores in pairs.items():
