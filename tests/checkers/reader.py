@@ -20,7 +20,12 @@ compression: gradwire.Compression
 scaler: torch.amp.GradScaler
 batch: Tensor
 batches: list[Tensor]
+inputs: Tensor
+targets: Tensor
+data: list[Tensor]
+loader: list[tuple[Tensor, Tensor]]
 loss_of: Callable[[Tensor], Tensor]
+losses_of: Callable[[Tensor, Tensor], Tensor]
 checkpoint: dict[str, Any]
 folder: Path
 trainer: Trainer

@@ -1,4 +1,7 @@
-"""Private steps in a training loop, against Opacus, and the statistics of their noise."""
+"""Private steps in a training loop, against Opacus, and the statistics of their noise.
+
+Of `front/private.py` and `front/accounting.py`.
+"""
 
 from __future__ import annotations
 
