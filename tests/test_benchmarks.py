@@ -172,3 +172,23 @@ def test_the_page_has_rows_of_the_tables_of_its_records(words, rows):
     page = (ROOT / "benchmarks" / "quality.md").read_text()
     tables = [each.split("\n\n")[0].splitlines() for each in page.split(f"{head}\n{line}\n")[1:]]
     assert any(len(table) == rows and set(table) <= set(printed) for table in tables)
+
+
+def test_the_page_has_the_records_of_up_to_64_ranks():
+    """Rounds of many ranks, each against its optimizer in every step."""
+    files = [ROOT / "benchmarks" / f"{name}.jsonl" for name in ("many-ranks", "many-ranks-to-64")]
+    rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    rows = sorted((row for row in rows if row["seed"] == 0), key=lambda row: row["world_size"])
+    inside = {"none": ("diloco", "AdamW"), "muon": ("muon", "Muon")}
+    printed = []
+    for base, (prefix, name) in inside.items():
+        (every_step,) = [row["val_ppl"] for row in rows if row["compressor"] == base]
+        for suffix, embeddings in (("", "as all else"), ("-replay", "replayed, 4 bits")):
+            printed += [
+                f"| {name} | {embeddings} | {row['world_size']} | {row['compression_ratio']:.1f} × | "
+                f"{row['val_ppl']:.2f} | {100 * (row['val_ppl'] / every_step - 1):+.1f} % |"
+                for row in rows
+                if row["compressor"] == f"{prefix}-5-onebit{suffix}"
+            ]
+    assert any("| 64 |" in row for row in printed)
+    assert "\n".join(printed) in (ROOT / "benchmarks" / "quality.md").read_text()
