@@ -192,3 +192,21 @@ def test_the_page_has_the_records_of_up_to_64_ranks():
             ]
     assert any("| 64 |" in row for row in printed)
     assert "\n".join(printed) in (ROOT / "benchmarks" / "quality.md").read_text()
+
+
+def test_the_pages_have_the_outer_rate_of_short_rounds_first():
+    """One seed of the library, against AdamW in every step."""
+    base, many = (
+        {row["compressor"]: row["val_ppl"] for row in rows if row["seed"] == 0 and row["strategy"] == "ddp"}
+        for rows in (
+            [json.loads(line) for line in (ROOT / "benchmarks" / f"{name}.jsonl").read_text().splitlines()]
+            for name in ("ranks", "many-ranks-local")
+        )
+    )
+    plain, outer = (100 * (many[f"diloco-grow-onebit-replay{suffix}"] / base["none"] - 1) for suffix in ("", "-outer"))
+    page = " ".join((ROOT / "docs/explanation/local-updates.md").read_text().split())
+    assert f"from {plain:.1f} to {outer:.1f} %" in page
+    assert (
+        f"{many['diloco-grow-onebit-replay-outer']:.2f} | {outer:+.1f} %"
+        in (ROOT / "benchmarks" / "quality.md").read_text()
+    )
