@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from gradwire import per_sample
+from gradwire import GradientStore, per_sample
 from gradwire.attribution import projections
 from gradwire.attribution.persample import layer_factors
 from gradwire.attribution.persample.batch import shapes
@@ -338,6 +338,35 @@ def test_ranks_have_the_norms_of_one_process(world, strategy, kind):
         torch.testing.assert_close(same, wanted.norm(dim=1), rtol=EXACT, atol=0)
         mean = torch.cat([of.flatten() for of in gradient]).double()
         torch.testing.assert_close(mean, wanted.mean(0), rtol=1e-4, atol=1e-6)
+
+
+def uneven(rank, ranks, group):
+    """Norms under FSDP2 where the first pass has one sample on rank 0, and the others on rank 1."""
+    model, x = made("mlp")
+    model, part = wrapped("fsdp2", model), slice(1) if rank == 0 else slice(1, None)
+    with per_sample(model).norms() as norms:
+        losses_of(model, x[part], labels()[part]).mean().backward()
+    return norms.gathered()
+
+
+def test_a_rank_with_one_sample_takes_part_in_the_probe_of_a_sharded_model(world):
+    wanted = exact(*made("mlp"), labels()).norm(dim=1)
+    for norms in world(2).run(uneven):
+        torch.testing.assert_close(norms, wanted, rtol=EXACT, atol=0)
+
+
+def test_rows_are_written_with_their_ids_and_norms(tmp_path):
+    (model, x), ids = made("mlp"), [f"sample {number}" for number in range(SAMPLES)]
+    with per_sample(model).rows(7) as rows:
+        losses_of(model, x, labels()).mean().backward()
+    with GradientStore.create(tmp_path / "store", projection="sjlt") as writer:
+        with pytest.raises(BadInput, match=f"{SAMPLES} rows have {SAMPLES - 1} ids"):
+            rows.write(writer, ids[1:])
+        rows.write(writer, ids)
+    store = GradientStore(tmp_path / "store")
+    assert store.ids == ids
+    torch.testing.assert_close(torch.from_numpy(store[:]), rows.values, rtol=0, atol=0)
+    assert store.meta["norm"].to_pylist() == pytest.approx(rows.norms.tolist(), rel=1e-7)
 
 
 @pytest.mark.parametrize("fault", ["a layer left out", "a sample counted twice"])

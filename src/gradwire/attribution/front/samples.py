@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import islice
@@ -34,6 +34,7 @@ from gradwire.attribution.persample.hooks import (
 from gradwire.attribution.persample.layer_factors import SquareNorms
 from gradwire.attribution.persample.norms import SampleLayout, check_unmixed, combined
 from gradwire.attribution.projections.base import Images
+from gradwire.attribution.store.row_writer import RowWriter
 from gradwire.base.errors import BadInput, listed
 from gradwire.comm.collectives import ops
 from gradwire.comm.parallel.model import COMPILED, inside
@@ -259,6 +260,14 @@ class Rows(Block):
         self._check()
         return self._scaled(torch.cat([images.square_norms()[:, 0] for images in self._images]).sqrt())
 
+    def write(self, store: RowWriter, ids: Sequence[str]) -> None:
+        """Append the rows with the ids of their samples to a store that `GradientStore.create` writes.
+
+        Raises:
+            BadInput: As `RowWriter.append`.
+        """
+        store.append(self.values, ids, self.norms)
+
 
 class Front:
     """Begins a `Pass` in each forward pass of a model that computes gradients.
@@ -303,7 +312,8 @@ class Front:
         if first is None or first.ndim <= self.batch_dim:
             raise BadInput(f"the model's first input has no dimension {self.batch_dim}: pass batch_dim.")
         samples = first.shape[self.batch_dim]
-        dims = self._dims(samples, first.device, args, kwargs) if samples > 1 else {}
+        probed = samples > 1 or self.watch.sharded  # a sharded model's passes are those of all ranks
+        dims = self._dims(samples, first.device, args, kwargs) if probed else {}
         self.watch.run = Pass(samples, self._start(samples, first.device), dims)
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -317,6 +327,8 @@ class Front:
         self, samples: int, device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Mapping[nn.Module, BatchDims]:
         """Find the batch dimensions from samples of the first forward pass, in numbers that no other size has."""
+        if not samples:
+            raise BadInput("the first forward pass of a sharded model has no samples on this rank: begin with some.")
         dim = self.batch_dim
         leaves, structure = tree_flatten((args, kwargs))
         batched = [isinstance(leaf, Tensor) and leaf.ndim > dim and leaf.shape[dim] == samples for leaf in leaves]
