@@ -354,6 +354,7 @@ OTHERWISE = {
     ("grads less", "dim"): 8192,  # LESS's own
     ("grads score", "save_interval"): 1024,  # a score is four bytes, a row many more
     ("grads collect", "strategy"): "ddp",  # whole weights on every rank, unless they are too large
+    ("grads less", "strategy"): "ddp",
     ("norms", "strategy"): "ddp",
     ("norms", "batch_size"): 16,  # what fits into memory, no matter of training
     ("perplexity", "batch_size"): 32,
