@@ -3,7 +3,7 @@
     python benchmarks/bench_samples.py [--rounds 20] [--batch_size 16]
 
 Variants take steps of SGD by turns, in one process of one thread; times are the processor's, and ratios those of
-neighbouring steps. The memory is what a process of its own grows by in five steps.
+neighbouring steps. The memory is what another process grows by in five steps.
 """
 
 from __future__ import annotations

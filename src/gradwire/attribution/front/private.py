@@ -55,7 +55,7 @@ def make_private(
     `Private.detach`; forward passes without gradients do not notice them.
 
     Args:
-        model: A model as for `per_sample`; in DDP, each rank with samples of its own, or sharded by ``fully_shard``.
+        model: A model as for `per_sample`; in DDP, each rank with different samples, or sharded by ``fully_shard``.
         optimizer: Its optimizer, whose ``step`` ends the step.
         noise_multiplier: σ.
         max_grad_norm: C.

@@ -398,5 +398,5 @@ def check_seen(run: Pass) -> None:
     if run.unseen:
         raise BadInput(
             f"hooks do not see every use of {listed(sorted(run.unseen))}: its layer has an input without a batch "
-            "dimension of its own, or mixes samples, or it is used outside its layer. Freeze it, or change the layer."
+            "dimension, or mixes samples, or it is used outside its layer. Freeze it, or change the layer."
         )

@@ -277,7 +277,7 @@ class GradientStore:
         """Write a store from a program's own loop: a context manager that gives a `RowWriter`.
 
         The folder appears whole when the context ends without an error; a killed program leaves nothing that a later
-        one would take for a store. Give each rank a folder of its own.
+        one would take for a store. Give each rank its folder.
 
         Args:
             path: The folder, which must not exist.
