@@ -5,8 +5,10 @@ Of `front/private.py` and `front/accounting.py`.
 
 from __future__ import annotations
 
+import io
 import math
 import warnings
+from copy import deepcopy
 
 import pytest
 import torch
@@ -174,9 +176,14 @@ def test_misuse_is_refused():
     for wrong in ({"max_grad_norm": 0.0}, {"noise_multiplier": -1.0}, {"batch_size": 0}, {"sample_rate": 1.5}):
         with pytest.raises(BadInput, match=next(iter(wrong))):
             make_private(model, optimizer, **given | wrong)
+    both = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(1))], lr=0.1)
+    with pytest.raises(BadInput, match="parameters that are not of the model"):
+        make_private(model, both, **given)
     private = make_private(model, optimizer, **given)
     with pytest.raises(BadInput, match="the model is watched already"):
         make_private(model, optimizer, **given)
+    with pytest.raises(BadInput, match=r"no pass awaits: .* by private\.backward\(losses\)"):
+        losses_of(model, x, labels()).mean().backward()
     with pytest.raises(BadInput, match="autocast rounds the norms"), torch.autocast("cpu", torch.bfloat16):
         model(x)
     with pytest.raises(BadInput, match="gradients without noise"):
@@ -197,3 +204,31 @@ def test_a_step_without_samples_is_noise():
     private.backward(losses_of(model, torch.zeros(0, 7), labels(0)))
     noise = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
     assert float(noise.square().mean().sqrt()) == pytest.approx(0.25, rel=0.4) and noise.ne(0).all()
+
+
+def test_a_step_without_samples_is_noise_alone():
+    model, x = made("mlp")
+    given = {"noise_multiplier": 1.5, "max_grad_norm": 2.0, "batch_size": 4, "seed": 3}
+    private = make_private(model, torch.optim.SGD(model.parameters(), lr=0.1), **given)
+    private.backward(losses_of(model, x[:0], labels()[:0]))
+    gradient = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+    assert private.norms.shape == (0,)
+    assert gradient.std() == pytest.approx(1.5 * 2.0 / 4, rel=0.2)
+
+
+def test_a_copy_and_a_saved_model_are_not_private():
+    model, x = made("mlp")
+    given = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, "batch_size": 4}
+    plain = torch.autograd.grad(losses_of(model, x, labels()).mean(), [*model.parameters()])
+    private = make_private(model, torch.optim.SGD(model.parameters(), lr=0.1), **given)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    with pytest.warns(UserWarning, match="is loaded without: call"):
+        loaded = torch.load(file, weights_only=False)
+    for copied in (loaded, deepcopy(model)):
+        losses_of(copied, x, labels()).mean().backward()
+        for parameter, gradient in zip(copied.parameters(), plain, strict=True):
+            torch.testing.assert_close(parameter.grad, gradient, rtol=0, atol=0)
+        make_private(copied, torch.optim.SGD(copied.parameters(), lr=0.1), **given)
+    private.backward(losses_of(model, x, labels()))

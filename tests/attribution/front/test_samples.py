@@ -296,6 +296,9 @@ def test_misuse_is_refused():
         (body(x) @ body.head.weight.T).sum().backward()
     with pytest.raises(BadInput, match="a forward pass depends on an earlier one"), samples.norms(passes=2):
         model(model(x)[:, :1].expand(-1, 7))
+    fresh, _ = made("mlp")
+    with pytest.raises(BadInput, match="the model's first outputs have NaN"), per_sample(fresh).norms():
+        fresh(torch.full_like(x, torch.nan))
     with pytest.raises(BadInput, match="reduction is 'average'"):
         samples.norms(reduction="average")
 
@@ -346,13 +349,17 @@ def uneven(rank, ranks, group):
     model, part = wrapped("fsdp2", model), slice(1) if rank == 0 else slice(1, None)
     with per_sample(model).norms() as norms:
         losses_of(model, x[part], labels()[part]).mean().backward()
-    return norms.gathered()
+    part = slice(0) if rank == 0 else slice(None)
+    with per_sample(model).norms() as later:
+        losses_of(model, x[part], labels()[part]).sum().backward()
+    return norms.gathered(), later.values
 
 
 def test_a_rank_with_one_sample_takes_part_in_the_probe_of_a_sharded_model(world):
     wanted = exact(*made("mlp"), labels()).norm(dim=1)
-    for norms in world(2).run(uneven):
+    for rank, (norms, later) in enumerate(world(2).run(uneven)):
         torch.testing.assert_close(norms, wanted, rtol=EXACT, atol=0)
+        torch.testing.assert_close(later, SAMPLES * wanted if rank else wanted[:0], rtol=EXACT, atol=0)
 
 
 def test_rows_are_written_with_their_ids_and_norms(tmp_path):

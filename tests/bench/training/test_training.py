@@ -566,6 +566,7 @@ BAD = {
     "out of range": (["--batch_size", "0"], ["batch_size", "must be at least 1"]),
     "too few samples": (["--batch_size", "100000"], ["train has", "too few for one batch of 100000"]),
     "no data": (["--data_path", "nowhere"], ["nowhere"]),
+    "steps and epochs": (["--epochs", "2", "--steps", "50"], ["--epochs 2 decides", "omit it, or --steps 50"]),
     "shorter samples": (["--max_length", "16"], ["samples of up to 24 tokens, not 16"]),
     "no GPU": (["--device", "cuda"], ["no CUDA device"]),
     "two optimizers": (

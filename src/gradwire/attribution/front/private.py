@@ -67,7 +67,7 @@ def make_private(
 
     Raises:
         BadInput: If a number is invalid, the model is not one for `per_sample`, or the optimizer communicates by
-            itself.
+            itself or has parameters of another model.
     """
     if isinstance(optimizer, Communicating):
         raise BadInput(
@@ -82,6 +82,12 @@ def make_private(
     if sample_rate is not None and not 0 < sample_rate <= 1:
         raise BadInput(f"sample_rate is {sample_rate}: it is a probability above 0.")
     check_model(model)
+    known = {id(parameter) for parameter in model.parameters()}
+    if any(id(parameter) not in known for group in optimizer.param_groups for parameter in group["params"]):
+        raise BadInput(
+            "the optimizer has parameters that are not of the model, whose gradients would be neither clipped nor "
+            "noisy: pass a model that holds them all."
+        )
     rank, ranks = ranks_of(model)
     gradients = PrivateGradients(
         inside(model),

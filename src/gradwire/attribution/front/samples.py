@@ -24,6 +24,7 @@ from gradwire.attribution import projections
 from gradwire.attribution.persample.batch import Reduction, shapes, trainable
 from gradwire.attribution.persample.hooks import (
     BatchDims,
+    Hook,
     Pass,
     Probe,
     Take,
@@ -300,8 +301,8 @@ class Front:
         WATCHED.add(self.model)
         stack = ExitStack()
         stack.callback(WATCHED.discard, self.model)
-        stack.callback(self.model.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True).remove)
-        stack.callback(self.model.register_forward_hook(self._after, prepend=True, always_call=True).remove)
+        stack.callback(self.model.register_forward_pre_hook(Hook(self._before), prepend=True, with_kwargs=True).remove)
+        stack.callback(self.model.register_forward_hook(Hook(self._after), prepend=True, always_call=True).remove)
         stack.enter_context(self.watch.hooked())
         return stack
 
@@ -327,8 +328,6 @@ class Front:
         self, samples: int, device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Mapping[nn.Module, BatchDims]:
         """Find the batch dimensions from samples of the first forward pass, in numbers that no other size has."""
-        if not samples:
-            raise BadInput("the first forward pass of a sharded model has no samples on this rank: begin with some.")
         dim = self.batch_dim
         leaves, structure = tree_flatten((args, kwargs))
         batched = [isinstance(leaf, Tensor) and leaf.ndim > dim and leaf.shape[dim] == samples for leaf in leaves]
@@ -337,6 +336,10 @@ class Front:
         }
 
         def losses(count: int) -> Tensor:
+            if not samples:
+                raise BadInput(
+                    "the first forward pass of a sharded model has no samples on this rank: begin with some."
+                )
             rows = torch.arange(count, device=device) % samples
             some = [
                 leaf.index_select(dim, rows) if of_batch else leaf
@@ -352,6 +355,10 @@ class Front:
                 raise BadInput(
                     f"the model returns no tensor whose dimension {dim} has the size of its first input's, {count} in "
                     "a probe: return the samples' losses or outputs, or pass batch_dim."
+                )
+            if any(bool(output.isnan().any()) for output in outputs):
+                raise BadInput(
+                    "the model's first outputs have NaN, which finds the batch dimension: begin with a batch without."
                 )
             return sum(outputs[1:], outputs[0])
 

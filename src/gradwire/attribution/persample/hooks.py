@@ -8,6 +8,7 @@ are reported, never skipped. Each claim in the graph must receive a gradient.
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -127,7 +128,10 @@ class Pass:
         """Hand on a use's contributions to the gradients of its parameters."""
         for local, name in use.names.items():
             if not self.due[name]:
-                raise BadInput(f"{name} got a gradient twice: take one backward pass for each forward pass.")
+                raise BadInput(
+                    f"{name} got a gradient that no pass awaits: take one backward pass for each forward pass, with "
+                    "private training by private.backward(losses)."
+                )
             self.due[name] -= 1
             if name not in self.unseen and self.take is not None:
                 self.take(name, factors[local], not self.due[name])
@@ -371,14 +375,44 @@ def nodes_of(outputs: Iterable[Tensor]) -> Iterator[Any]:
             ahead += [following for following, _ in node.next_functions]
 
 
+# Why: docs/decisions.md, "A copy of a model has no compressor".
+class Hook:
+    """A hook of a module; those of copies of the module do nothing."""
+
+    def __init__(self, call: Callable[..., Any] | None = None) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any) -> Any:
+        """Call the hook."""
+        return self._call(*args) if self._call is not None else None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Hook:
+        """Return a hook that does nothing."""
+        return Hook()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Load as a hook that does nothing, with a warning."""
+        return unhooked, ()
+
+
+def unhooked() -> Hook:
+    """Warn that a model is loaded without the hooks that it was saved with."""
+    warnings.warn(
+        "the model was saved with hooks on its samples' gradients, and is loaded without: call gradwire.per_sample or "
+        "gradwire.make_private again. A state_dict has the model and no more.",
+        stacklevel=2,
+    )
+    return Hook()
+
+
 @contextmanager
 def hooked(modules: Iterable[nn.Module], after: After, before: Before | None = None) -> Iterator[None]:
     """Call ``after`` after each forward pass of the modules, ahead of others' hooks, and ``before`` last before it."""
     handles = []
     for module in modules:
-        handles.append(module.register_forward_hook(after, with_kwargs=True, prepend=True, always_call=True))
+        handles.append(module.register_forward_hook(Hook(after), with_kwargs=True, prepend=True, always_call=True))
         if before is not None:
-            handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+            handles.append(module.register_forward_pre_hook(Hook(before), with_kwargs=True))
     try:
         yield
     finally:

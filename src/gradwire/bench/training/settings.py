@@ -236,6 +236,8 @@ def settings_of(options: Options) -> Settings:
             f"--lora_rank {options.lora_rank} trains an adapter of a saved model, and --model {options.model} is no "
             "folder with weights: give one, such as the final_model/ of a run."
         )
+    if options.epochs and options.steps != Training.model_fields["steps"].default:
+        raise BadInput(f"--epochs {options.epochs} decides the number of steps: omit it, or --steps {options.steps}.")
     training = cell.applied_to(options.training)
     check_private(training, cell, options.strategy)
     if options.simulated_ranks is not None:
