@@ -362,6 +362,35 @@ def test_a_rank_with_one_sample_takes_part_in_the_probe_of_a_sharded_model(world
         torch.testing.assert_close(later, SAMPLES * wanted if rank else wanted[:0], rtol=EXACT, atol=0)
 
 
+class Heads(nn.Module):
+    """A body and two heads, which return a tensor each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.first, self.second = nn.Linear(7, 9), nn.Linear(9, CLASSES), nn.Linear(9, CLASSES)
+
+    def forward(self, x):
+        x = self.body(x).tanh()
+        return {"first": self.first(x), "second": self.second(x)}
+
+
+def test_all_outputs_of_a_model_are_probed():
+    torch.manual_seed(5)
+    model, x = Heads(), torch.randn(SAMPLES, 7)
+
+    def losses(model, x, y):
+        output = model(x)
+        return cross_entropy(output["first"], y, reduction="none") + output["second"].square().sum(1)
+
+    with per_sample(model).norms(reduction="sum") as norms:
+        losses(model, x, labels()).sum().backward()
+    double = deepcopy(model).double()
+    for norm, row, label in zip(norms.values, x.double(), labels(), strict=True):
+        gradients = torch.autograd.grad(losses(double, row[None], label[None]).sum(), [*double.parameters()])
+        wanted = torch.cat([gradient.flatten() for gradient in gradients]).norm()
+        torch.testing.assert_close(norm, wanted, rtol=EXACT, atol=0)
+
+
 def test_rows_are_written_with_their_ids_and_norms(tmp_path):
     (model, x), ids = made("mlp"), [f"sample {number}" for number in range(SAMPLES)]
     with per_sample(model).rows(7) as rows:
