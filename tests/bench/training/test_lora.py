@@ -105,7 +105,7 @@ def test_a_warm_up_of_epochs_is_selected_from_as_less_does(small, tmp_path, caps
     """`train --lora_rank --epochs`, then `grads less`; rows of the adapter are those of autograd through peft."""
     import peft
 
-    assert cli.main(["train", *arguments(small, tmp_path / "warmup", epochs=2)]) == 0
+    assert cli.main(["train", *arguments(small, tmp_path / "warmup", epochs=2, steps=60)]) == 0
     of_epoch = len(Shards(small.shards, "train")) // 2
     models = sorted((tmp_path / "warmup/models").iterdir())
     assert [path.name for path in models] == [f"step-{epoch * of_epoch:06d}" for epoch in (1, 2)]
